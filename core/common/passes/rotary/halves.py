@@ -113,6 +113,8 @@ def _of_parts(node: fx.Node, parts: fx.Node) -> _Taken | None:
 
 def _of_index(source: fx.Node, index: Any) -> _Taken | None:
     """Read `source[…]` that takes from one dimension and leaves the others whole."""
+    if not view.shape(source):  # one of an op's several results, or of a number
+        return None
     entries = list(index) if isinstance(index, tuple) else [index]
     rank = len(view.shape(source) or ())
     if any(entry is None or isinstance(entry, fx.Node) for entry in entries):

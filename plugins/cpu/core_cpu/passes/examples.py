@@ -37,8 +37,8 @@ class _Layers(nn.Module):
 
 
 def layers_of_one_input() -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
-    """Yield two, three and four layers of one input, with biases and without."""
+    """Yield two, three and four layers of one input, with biases and without, of widths that can't be merged."""
     x = torch.randn(2, _TOKENS, _SIZE, generator=torch.Generator().manual_seed(51))
-    yield _Layers((32, 16, 24), has_bias=False), (x,)
-    yield _Layers((40, 40), has_bias=True), (x,)
-    yield _Layers((8, 16, 24, 9), has_bias=True), (x,)
+    yield _Layers((33, 17, 25), has_bias=False), (x,)
+    yield _Layers((41, 41), has_bias=True), (x,)
+    yield _Layers((9, 17, 25, 11), has_bias=True), (x,)

@@ -116,7 +116,6 @@ def join_quantized_linears(together: Mapping[int, OpOverload], why_not: Conditio
         find=joining.find,
         expect=joining.expect,
         owner="core_cpu",
-        after=("eliminate_common_subexpressions", *LIFTS),
-        before=("merge_linears",),
+        after=("eliminate_common_subexpressions", "merge_linears", "fuse_gate_up", *LIFTS),
         examples=layers_of_one_input,
     )

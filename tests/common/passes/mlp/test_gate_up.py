@@ -100,6 +100,7 @@ NEAR: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "two of three parts": (lambda x: gate(*split(x, [16, 16, 32])[:2]), "not its halves"),
     "halves of another dimension": (lambda x: gate(*split(x, [1, 1], 0)), "not its halves"),
     "two tensors": (lambda x: gate(x.sin(), x.cos()), ""),
+    "two results of an op": (lambda x: gate(*torch.aminmax(x, dim=-1, keepdim=True)), ""),
     "one half twice": (lambda x: (lambda part: gate(part, part))(split(x, [32, 32])[0]), "not its halves"),
 }
 
