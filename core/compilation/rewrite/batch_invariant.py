@@ -46,7 +46,7 @@ def check_lowering(lowering: str | None, providers: Mapping[str, str], device: D
     asked, known = 'deterministic="batch"', device.lowerings.batch_invariant
     if not known:
         found = f"device {device.name!r} declares no lowering as batch-invariant"
-        raise UsageError(asked, found=found, remedy="use a device that does, such as 'cpu'")
+        raise UsageError(asked, found=found, remedy="use a device that does: docs/batch-invariance.md")
     if lowering is not None and lowering not in known:
         found = f"lowering {lowering!r} is not declared batch-invariant on {device.name!r}"
         raise UsageError(asked, found=found, remedy=f"leave it out, or choose one of: {', '.join(sorted(known))}")
