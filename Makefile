@@ -41,6 +41,9 @@ DIST_VENV ?= .venv-dist
 DIST_BIN := $(abspath $(DIST_VENV))/bin
 DIST_STAMP := $(DIST_VENV)/.installed
 
+# Whatever the shell says: tests start hundreds of processes, each of which would compile the modules of core anew.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: help run serve-demo test test-slow test-exhaustive test-interpreter test-all check check-install docs dist reports test-gpu test-npu-sim test-triton36 test-ipex test-openreg clean
 .DEFAULT_GOAL := help
 

@@ -1,5 +1,5 @@
-"""For all tests: Triton's interpreter where there is no GPU, a collector that skips old objects, a limit of time, and a
-folder for the kernels of the cpu plugin."""
+"""For all tests: Triton's interpreter where there is no GPU, a collector that skips old objects, a limit of time, a
+folder for the kernels of the cpu plugin, no compile cache of the user's, and which worker runs which files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,10 @@ if not probe().available:
 # Tests of the compile cache have folders of their own, where kernels would be compiled again for each.
 os.environ.setdefault("CORE_CPU_KERNELS_DIR", str(default_folder() / "kernels" / "core_cpu"))
 
+# Engines cache unless told otherwise, and the fixtures of a module are made before those of a test: they would look
+# through all that the user's own cache holds, and add to it. Tests of the compile cache switch it on.
+os.environ["CORE_CACHE"] = "0"
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _kernels_compiled(request: pytest.FixtureRequest) -> None:
@@ -37,7 +42,15 @@ def _kernels_compiled(request: pytest.FixtureRequest) -> None:
 
     plugin.core_register_ops()  # declares what the kernels are loaded for
     if not extension.why_not():
-        assert {extension.load(path.stem) for path in extension.SOURCES.glob("*.cpp")} == {""}
+        names = sorted(path.stem for path in extension.SOURCES.glob("*.cpp"))
+        assert {extension.load(name) for name in _own_first(names)} == {""}
+
+
+def _own_first(names: list[str]) -> list[str]:
+    """Return the names with this worker's share first: workers that all began with the same file would wait for it."""
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % count
+    return [name for share in range(count) for name in names[(first + share) % count :: count]]
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +149,31 @@ def _little_to_measure() -> None:
         log.propagate = True
     if guards := sys.modules.get("torch._dynamo.guards"):
         guards.__dict__["profile_guard_manager"] = lambda *_: 0.0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Have no collector run meanwhile: half of the time goes to it, as all syntax trees and modules stay alive."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)  # there may be no xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker run all rules of the house, which share what is read of the tree; else a file is the unit."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/house" if nodeid.startswith("tests/house/") else super()._split_scope(nodeid)
+
+    return ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:

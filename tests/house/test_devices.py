@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.house.rules import Files, Rule, proofs, sources
+from tests.house.rules import Files, Rule, modules, proofs, sources
 
 # Not after a letter: "input" is a word. The whole text counts: names, strings, docstrings and comments.
 DEVICE_NAME = re.compile(r"(?<![A-Za-z])(?:cuda|npu)", re.IGNORECASE)
@@ -32,9 +32,9 @@ def host_names_no_device(root: Path) -> list[str]:
 def host_asks_no_device_type(root: Path) -> list[str]:
     """Find branches on what kind a device is: on its `.type`, on a name given to that, on a literal, on `x.is_cpu`."""
     return [
-        f"{path}:{line} {how}"
-        for path, text in sources(root, "core")
-        for line, how in _questions_of_kind(ast.parse(text))
+        f"{module.path}:{line} {how}"
+        for module in modules(root, "core").values()
+        for line, how in _questions_of_kind(module.tree)
     ]
 
 
