@@ -89,7 +89,8 @@ serve-demo: $(STAMP)
 	@"$(BIN)/core" serve $(or $(ARGS),--device auto --mode off)
 
 # No new worker for one that crashed: with `--dist loadfile` pytest-xdist then waits for ever, and names no test.
-PYTEST = OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --max-worker-restart 0 \
+# Threads of a test that asks for several sleep while they wait for each other: they would spin on the other workers' cores.
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE "$(BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --max-worker-restart 0 \
 	--durations 20
 
 test: $(STAMP)

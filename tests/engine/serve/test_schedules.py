@@ -25,7 +25,7 @@ from core.engine.serve.request import Completion
 from core.engine.steps.runner import EngineConfig
 from tests.recording import acme
 
-NUM_SCHEDULES, NUM_QUICK = 500, 12
+NUM_SCHEDULES, NUM_QUICK = 500, 6
 MAX_LEN, BLOCK = 48, 4
 CONFIG = EngineConfig(
     max_num_seqs=6,

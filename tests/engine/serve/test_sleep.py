@@ -77,7 +77,15 @@ class Served:
     other_answers: Tokens
 
 
-@pytest.fixture(scope="module", params=["cpu-paged", "cpu-static", "acme-paged", "acme-static"])
+# Each device and each route is in one of the first two.
+SERVED = [
+    "acme-paged",
+    "cpu-static",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("cpu-paged", "acme-static")),
+]
+
+
+@pytest.fixture(scope="module", params=SERVED)
 def made(request: pytest.FixtureRequest) -> Iterator[Served]:
     name, _, route = request.param.partition("-")
     family, device = ROUTES[route], DEVICES[name]()
