@@ -57,3 +57,12 @@ def test_how_generic_devices_capture_is_one_of_two() -> None:
     assert Settings.from_environment({"CORE_ACCELERATOR_GRAPHS": "torch"}).accelerator_graphs == "torch"
     with pytest.raises(UsageError, match="not recorded or torch"):
         Settings.from_environment({"CORE_ACCELERATOR_GRAPHS": "Torch"})
+
+
+@pytest.fixture(scope="module")
+def of_a_module() -> Settings:
+    return Settings.from_environment()
+
+
+def test_what_a_module_makes_for_its_tests_leaves_the_users_compile_cache_alone(of_a_module: Settings) -> None:
+    assert of_a_module.cache is False

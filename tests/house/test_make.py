@@ -143,3 +143,9 @@ def test_the_targets_work_in_a_folder_whose_name_has_spaces(tmp_path: Path) -> N
     assert f"{checkout}: core run --device auto\n" in calls
     assert f"{checkout}: python -m pytest --numprocesses" in calls and f"{acme}: python -m pytest --num" in calls
     assert f"{checkout}: ruff check ." in calls and f"{acme}: mypy" in calls
+
+
+def test_compiled_modules_are_kept_whatever_the_shell_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    shown = make("--eval", 'shown: ; @echo "[$$PYTHONDONTWRITEBYTECODE]"', "shown")
+    assert shown.stdout == "[]\n", shown.stderr
