@@ -29,8 +29,8 @@ from core.common.under_way import Steps, finish
 from core.errors import LoweringError, one_line
 from core_cpu.compiler import find_cxx_compiler
 from core_cpu.direct_calls import SETTING, DirectCalls, load_kernels
-from core_cpu.graph import Graph, require
-from core_cpu.shared_object import build
+from core_cpu.graph import CONTAINER, Graph, require
+from core_cpu.shared_object import MODEL, build
 
 _OBJECT, _CUSTOM_OPS = "graph.so", "graph.json"
 """The second file describes the calls of a graph's custom ops; it lies beside the first under the same name."""
@@ -124,10 +124,10 @@ def _compile(graph: fx.GraphModule, examples: list[Tensor], folder: Path) -> Ste
     with TemporaryDirectory(prefix="core-") as made:
         with torch.no_grad(), _quiet():
             generated: Any = torch._inductor.aot_compile(copy, tuple(examples), options=_options(made, direct))
-        yield from build([name for name in generated if isinstance(name, str)], folder / _OBJECT)
+        contained = yield from build([name for name in generated if isinstance(name, str)], folder / _OBJECT)
         for found in Path(made).glob("*.wrapper.json"):
             shutil.move(found, folder / _CUSTOM_OPS)
-    direct.write(folder)
+    direct.write(folder, *((CONTAINER,) if contained else ()))
     _compiled.append(str(folder))
 
 
@@ -167,8 +167,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _load(folder: Path) -> Graph:
-    load_kernels(folder)
-    return Graph(folder / _OBJECT)
+    return Graph(folder / _OBJECT, contained=CONTAINER in load_kernels(folder))
 
 
 def factors() -> Mapping[str, str]:
@@ -183,6 +182,7 @@ def factors() -> Mapping[str, str]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),  # written into each parallel loop
         "inductor": hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16],
+        "model": hashlib.sha256(MODEL.read_bytes()).hexdigest()[:16],
     }
 
 
