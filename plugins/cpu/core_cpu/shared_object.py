@@ -28,7 +28,10 @@ _CALLS_LEVEL = "-O1"
 """The compiler's effort for the code that calls the kernels, as AOTInductor has it."""
 _OF_CONTAINER = (
     # What comes before the declarations of kernels: headers, and the C functions of a container.
-    re.compile(r'\A\s*(?:#include <[\w/.]+>\s+)+// Definition of AOTI runtime interface functions\n.*?\n} // extern "C"\n', re.S),
+    re.compile(
+        r'\A\s*(?:#include <[\w/.]+>\s+)+// Definition of AOTI runtime interface functions\n.*?\n} // extern "C"\n',
+        re.S,
+    ),
     # The model's constructor and more.
     re.compile(r"^namespace torch::aot_inductor {\n.*?^using namespace torch::aot_inductor;\n", re.S | re.M),
     # Code for constants, and checks of inputs and outputs.
