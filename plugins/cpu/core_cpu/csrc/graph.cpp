@@ -8,6 +8,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "stable.h"
@@ -99,12 +100,10 @@ class Own : public Graph {
   }
 
   std::vector<AtenTensorHandle> run(const std::vector<AtenTensorHandle>& inputs) override {
-    given_.resize(inputs.size());
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      given_[i] = again(inputs[i]);
-    }
+    std::vector<AtenTensorHandle> given(inputs.size());  // not a member: threads may run steps of one graph
+    std::transform(inputs.begin(), inputs.end(), given.begin(), &again);
     std::vector<AtenTensorHandle> outputs(num_outputs_);
-    run_(given_.data(), outputs.data());
+    run_(given.data(), outputs.data());
     return outputs;
   }
 
@@ -117,7 +116,6 @@ class Own : public Graph {
     }
   }
 
-  std::vector<AtenTensorHandle> given_;  // of one run
   std::unique_ptr<void, void (*)(void*)> object_;
   Run run_ = nullptr;
   int64_t num_outputs_ = 0;
