@@ -29,8 +29,9 @@ from core.common.under_way import Steps, finish
 from core.errors import LoweringError, one_line
 from core_cpu.compiler import find_cxx_compiler
 from core_cpu.direct_calls import SETTING, DirectCalls, load_kernels
-from core_cpu.graph import Graph, require
-from core_cpu.shared_object import build
+from core_cpu.extension import instructions
+from core_cpu.graph import CONTAINER, Graph, require
+from core_cpu.shared_object import MODEL, build
 
 _OBJECT, _CUSTOM_OPS = "graph.so", "graph.json"
 """The second file describes the calls of a graph's custom ops; it lies beside the first under the same name."""
@@ -122,12 +123,12 @@ def _compile(graph: fx.GraphModule, examples: list[Tensor], folder: Path) -> Ste
     copy = fx.GraphModule(graph, nodes)  # the compiler changes its input
     direct = DirectCalls(graph)
     with TemporaryDirectory(prefix="core-") as made:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), _quiet(), _known_instructions():
             generated: Any = torch._inductor.aot_compile(copy, tuple(examples), options=_options(made, direct))
-        yield from build([name for name in generated if isinstance(name, str)], folder / _OBJECT)
+        contained = yield from build([name for name in generated if isinstance(name, str)], folder / _OBJECT)
         for found in Path(made).glob("*.wrapper.json"):
             shutil.move(found, folder / _CUSTOM_OPS)
-    direct.write(folder)
+    direct.write(folder, *((CONTAINER,) if contained else ()))
     _compiled.append(str(folder))
 
 
@@ -142,8 +143,8 @@ def _options(folder: str, direct: DirectCalls) -> dict[str, Any]:
         # Lines of the generated code, for debuggers, and checks of what ops of this project return.
         "aot_inductor.enable_line_tables": False,
         "size_asserts": False,
-        # Inductor tries each instruction set by compiling and loading a library, 2 to 3 s each on a small machine. A
-        # set that the compiler does not know is an error of the compile.
+        # Inductor tries an instruction set by compiling and loading a library, 2 to 3 s on a small machine. A set that
+        # the compiler does not know is an error of the compile.
         "cpp.vec_isa_ok": True,
         # Two precompiled headers take 10 s and 300 MB, and save about 1 s of each graph.
         "aot_inductor.precompile_headers": False,
@@ -166,9 +167,29 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _known_instructions() -> Iterator[None]:
+    """Spare Inductor its trials of instructions that the plugin's kernels, loaded by now, are compiled with.
+
+    It asks torch what the processor has, and then compiles and loads a library for each set: 1 to 2 s, in which nothing
+    else goes on. The setting `cpp.vec_isa_ok` spares it the first of these only.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    compiles, known = VecISA.check_build, instructions()
+
+    def check_build(self: VecISA, code: str) -> bool:
+        return known.issuperset(self._arch_flags.split()) or compiles(self, code)
+
+    VecISA.check_build = check_build  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        VecISA.check_build = compiles  # type: ignore[method-assign]
+
+
 def _load(folder: Path) -> Graph:
-    load_kernels(folder)
-    return Graph(folder / _OBJECT)
+    return Graph(folder / _OBJECT, contained=CONTAINER in load_kernels(folder))
 
 
 def factors() -> Mapping[str, str]:
@@ -183,6 +204,7 @@ def factors() -> Mapping[str, str]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),  # written into each parallel loop
         "inductor": hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16],
+        "model": hashlib.sha256(MODEL.read_bytes()).hexdigest()[:16],
     }
 
 

@@ -45,19 +45,24 @@ class DirectCalls:
         """Return the value of Inductor's setting."""
         return {op: [text] for op, text in self._declarations.items()}
 
-    def write(self, folder: Path) -> None:
-        """Note in the folder of the graph's shared object which kernels have to be loaded before it."""
-        sources = sorted({SOURCES_OF[op] for op in self._declarations})
+    def write(self, folder: Path, *more: str) -> None:
+        """Note in the folder of the graph's shared object which kernels, and what more, has to be loaded before it."""
+        sources = sorted({SOURCES_OF[op] for op in self._declarations} | {*more})
         if sources:
             (folder / _FILE).write_text(json.dumps(sources), encoding="utf-8")
 
 
-def load_kernels(folder: Path) -> None:
-    """Load the kernels that the graph in a folder calls; raise `OSError` with the reason where that fails."""
+def load_kernels(folder: Path) -> Sequence[str]:
+    """Load what the graph in a folder needs, and return the names of its files in csrc/.
+
+    Raises `OSError` with the reason where that fails.
+    """
     path = folder / _FILE
-    for source in json.loads(path.read_text(encoding="utf-8")) if path.exists() else ():
+    sources: Sequence[str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else ()
+    for source in sources:
         if reason := extension.load(source):
             raise OSError(reason)
+    return sources
 
 
 def _declaration(op: OpOverload) -> str:

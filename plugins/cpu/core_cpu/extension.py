@@ -202,11 +202,17 @@ def _compile(library: Path, source: str, build: str) -> None:
     _compiled.append(library)
 
 
+def instructions() -> frozenset[str]:
+    """Return the compiler's options for the sets of instructions that the kernels are compiled with."""
+    return frozenset(option for option in _command("", "") if option.startswith("-m"))
+
+
 def _command(source: str, out: str) -> Sequence[str]:
     capability = torch.backends.cpu.get_cpu_capability()
     headers, libraries = (Path(torch.__path__[0]) / name for name in ("include", "lib"))
     return (
-        *(find_cxx_compiler() or "", "-std=c++20", "-O3", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
+        # No warnings: of torch's headers there are thousands, and nobody sees them.
+        *(find_cxx_compiler() or "", "-std=c++20", "-O3", "-w", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
         *_ISA.get(capability, ()),
         *(_BF16_PAIRS if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported() else ()),
         *(_VNNI if capability == "AVX512" and torch.cpu._is_vnni_supported() else ()),

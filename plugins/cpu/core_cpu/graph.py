@@ -1,7 +1,7 @@
 """Graphs that AOTInductor compiled, run without Python's lock (csrc/graph.cpp): other threads go on meanwhile, such as
 those of a server.
 
-torch's own binding of the same class holds the lock for a whole step.
+torch's own binding holds the lock for a whole step.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ from core_cpu import extension
 from core_cpu.own_ops import LIBRARY
 
 _SOURCE = "graph"
+CONTAINER = "container"
+"""The file in csrc/ that opens graphs which were compiled with torch's own container around them."""
 LIBRARY.define("step_output(int step, int index) -> Tensor")
 
 
 class Graph:
     """A shared object of AOTInductor, loaded; as long as the graph or a step of it lives."""
 
-    def __init__(self, path: Path) -> None:
-        """Raise `OSError` with the reason where the object, or what runs it, can't be loaded."""
+    def __init__(self, path: Path, *, contained: bool = False) -> None:
+        """Raise `OSError` with the reason where the object, or what runs it, can't be loaded.
+
+        contained: it has torch's own container around it.
+        """
         api = _api()
-        self._handle = api.core_cpu_graph_open(str(path).encode())
+        opens, failure = _container() if contained else (api.core_cpu_graph_open, api.core_cpu_failure)
+        self._handle = opens(str(path).encode())
         if not self._handle:
-            raise OSError(f"{path} can't be loaded: {_failure(api)}")
+            raise OSError(f"{path} can't be loaded: {failure().decode(errors='replace')}")
         weakref.finalize(self, api.core_cpu_graph_close, self._handle).atexit = False
 
     def bind(self, inputs: Sequence[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
@@ -49,6 +55,8 @@ class _Step:
         api = _api()
         tensors = (ctypes.c_void_p * len(inputs))(*[each._cdata for each in inputs])
         handle = api.core_cpu_step_open(graph, tensors, len(inputs))
+        if not handle:
+            raise RuntimeError(f"a compiled graph can't be bound to its inputs: {_failure(api)}")
         weakref.finalize(self, api.core_cpu_step_close, handle).atexit = False
         run, output = api.core_cpu_step_run, torch.ops.core_cpu.step_output.default
 
@@ -85,6 +93,18 @@ def _api() -> Any:
     api.core_cpu_graph_open.argtypes = [ctypes.c_char_p]
     api.core_cpu_step_run.restype = ctypes.c_int64
     return api
+
+
+@cache
+def _container() -> tuple[Any, Any]:
+    """Return the C functions that open a graph with torch's container, and tell why that failed; raise `OSError` where
+    they can't be built or loaded."""
+    if reason := extension.load(CONTAINER):
+        raise OSError(reason)
+    api = ctypes.CDLL(None)
+    opens, failure = api.core_cpu_container_open, api.core_cpu_container_failure
+    opens.restype, opens.argtypes, failure.restype = ctypes.c_void_p, [ctypes.c_char_p], ctypes.c_char_p
+    return opens, failure
 
 
 def _failure(api: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -17,24 +18,43 @@ from typing import Any
 
 from core.common.under_way import Steps
 
+MODEL = Path(__file__).parent / "csrc" / "model.h"
+"""Stands in place of torch's headers of models and containers, which take 5 s of each graph's 7."""
 _KERNELS = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 """The line at which the kernels of a generated file begin, after the code that calls them."""
 _CHECKS = "    __check_inputs_outputs(input_handles, output_handles);\n"
 """The call of checks that a variable of the environment switches on, a third of the file; `_Step.bind` checks too."""
 _CALLS_LEVEL = "-O1"
 """The compiler's effort for the code that calls the kernels, as AOTInductor has it."""
+_OF_CONTAINER = (
+    # What comes before the declarations of kernels: headers, and the C functions of a container.
+    re.compile(
+        r'\A\s*(?:#include <[\w/.]+>\s+)+// Definition of AOTI runtime interface functions\n.*?\n} // extern "C"\n',
+        re.S,
+    ),
+    # The model's constructor and more.
+    re.compile(r"^namespace torch::aot_inductor {\n.*?^using namespace torch::aot_inductor;\n", re.S | re.M),
+    # Code for constants, and checks of inputs and outputs.
+    re.compile(r"^void AOTInductorModel::_const_run_impl\(.*?^(?=void AOTInductorModel::run_impl\()", re.S | re.M),
+)
+"""Parts of a generated file that a graph without constants does not need; each is in it once."""
+_SIZES = re.compile(r"AOTInductorModelBase\(\d+,\s+(\d+),\s+0,")
+"""The numbers of inputs and of outputs in the constructor of a model without constants."""
+_THROUGH_DISPATCHER = "proxy_executor_call_function("
 
 
-def build(generated: Sequence[str], target: Path) -> Steps[None]:
+def build(generated: Sequence[str], target: Path) -> Steps[bool]:
     """Compile and link what AOTInductor generated (option `package_cpp_only`), and pause while the compiler runs.
 
-    generated: the paths of its files. Raises `CppCompileError` of torch with what the compiler says.
+    generated: the paths of its files. Returns whether torch's container is around the graph, as it holds constants or
+    calls ops through the dispatcher. Raises `CppCompileError` of torch with what the compiler says.
     """
     source = next(Path(name) for name in generated if name.endswith(".wrapper.cpp"))
     flags, link_flags = (_flags(generated, f"_{name}_flags.json") for name in ("compile", "linker"))
     objects = [name for name in generated if name.endswith(".o")]
     commands = []
-    for path, effort in _sources(source):
+    files, contained = _sources(source)
+    for path, effort in files:
         made = path.with_suffix(".o")
         commands.append(_command(flags, [path], made, ("-c", *effort)))
         objects.append(str(made))
@@ -44,19 +64,36 @@ def build(generated: Sequence[str], target: Path) -> Steps[None]:
             process.finish()
     with _running([_command(link_flags, objects, target, ())], source.parent) as processes:
         processes[0].finish()
+    return contained
 
 
-def _sources(source: Path) -> list[tuple[Path, tuple[str, ...]]]:
-    """Return the files to compile, with the options of each: the code that calls kernels, and the kernels, if any."""
-    text = source.read_text(encoding="utf-8").replace(_CHECKS, "", 1)
+def _sources(source: Path) -> tuple[list[tuple[Path, tuple[str, ...]]], bool]:
+    """Return the files to compile, with the options of each: the code that calls kernels, and the kernels, if any. And
+    whether torch's container is in the former."""
+    text = source.read_text(encoding="utf-8")
     calls, include, kernels = text.partition(_KERNELS)
-    source.write_text(calls, encoding="utf-8")
+    alone = _without_container(calls)
+    source.write_text(alone or calls.replace(_CHECKS, "", 1), encoding="utf-8")
     found: list[tuple[Path, tuple[str, ...]]] = [(source, (_CALLS_LEVEL,))]
     if include:
         path = source.with_suffix(".kernels.cpp")
         path.write_text(include + kernels, encoding="utf-8")
         found.append((path, ()))
-    return found
+    return found, not alone
+
+
+def _without_container(calls: str) -> str:
+    """Return the code that calls the kernels, with model.h in place of torch's container; "" where it needs that one,
+    or is written in another way than is known here."""
+    sizes = _SIZES.search(calls)
+    if sizes is None or _THROUGH_DISPATCHER in calls:
+        return ""
+    for part in _OF_CONTAINER:
+        calls, count = part.subn("", calls)
+        if count != 1:
+            return ""
+    code = calls.replace(_CHECKS, "", 1)
+    return f'#include "{MODEL}"\n{code}\nCORE_CPU_MODEL({sizes[1]})\n'
 
 
 def _flags(generated: Sequence[str], ending: str) -> Mapping[str, Any]:

@@ -167,6 +167,42 @@ def test_tensors_that_a_graph_holds_are_written_where_they_are() -> None:
     assert call(x)[0].tolist() == [1.0] * 4 and call(x)[0].tolist() == held.tolist() == [2.0] * 4
 
 
+@pytest.mark.slow
+def test_numbers_that_a_graph_is_written_with_are_in_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[bool] = []
+
+    def open_graph(path: Path, *, contained: bool) -> ahead_of_time.Graph:
+        opened.append(contained)
+        return Graph(path, contained=contained)
+
+    Graph = ahead_of_time.Graph
+    monkeypatch.setattr(ahead_of_time, "Graph", open_graph)
+    numbers, x = [float(i * i) for i in range(40)], torch.ones(40)
+    graph = fx.Graph()
+    total = graph.call_function(torch.add, (graph.placeholder("x"), graph.call_function(torch.tensor, (numbers,))))
+    graph.output((total,))
+    assert lowered(fx.GraphModule({}, graph), x)(x)[0].tolist() == [number + 1 for number in numbers]
+    assert lowered(fx.symbolic_trace(lambda x: (x + 1,)), x)(x)[0].tolist() == [2.0] * 40
+    assert opened == [True, False]
+
+
+def test_instructions_that_the_kernels_have_are_not_tried_again(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.cpu_vec_isa import VecAVX512
+
+    tried: list[str] = []
+    monkeypatch.setattr(VecAVX512.__mro__[1], "check_build", lambda self, code: bool(tried.append(code)))
+    monkeypatch.setattr(ahead_of_time, "instructions", lambda: frozenset({"-mavx512f", "-mfma"}))
+    isa = VecAVX512()
+    with ahead_of_time._known_instructions():
+        isa._arch_flags = "-mavx512f -mfma"
+        assert isa.check_build("known")
+        isa._arch_flags = "-mavx512f -mamx-tile"
+        assert not isa.check_build("other")
+    isa._arch_flags = "-mavx512f"
+    assert not isa.check_build("after")
+    assert tried == ["other", "after"]
+
+
 class Refusing:
     """Artifacts of a graph that can't be compiled ahead of time."""
 

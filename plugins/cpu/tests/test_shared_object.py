@@ -10,11 +10,63 @@ from pathlib import Path
 import pytest
 
 from core.common.under_way import UnderWay
-from core_cpu.shared_object import build
+from core_cpu.shared_object import MODEL, build
 
 INCLUDE = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 CALLS = "void run() {\n    __check_inputs_outputs(input_handles, output_handles);\n}\n"
 KERNELS = f"\n{INCLUDE}void one() {{}}\n{INCLUDE}void two() {{}}\n"
+CHECKS = "static void check_input_0(AtenTensorHandle* input_handles) {}\n"
+RUN = """void AOTInductorModel::run_impl(
+    AtenTensorHandle* input_handles
+) {
+%s    work(input_handles);
+}
+} // namespace torch::aot_inductor
+"""
+WHOLE = (
+    """
+#include <torch/csrc/inductor/aoti_include/cpu.h>
+// Definition of AOTI runtime interface functions
+
+#include <vector>
+extern "C" {
+AOTIRuntimeError AOTInductorModelContainerCreate() {}
+} // extern "C"
+
+extern "C" void one(float* out);
+CACHE_TORCH_DTYPE(float32);
+namespace torch::aot_inductor {
+namespace {
+class AOTInductorModelKernels : public AOTInductorModelKernelsBase {};
+}  // namespace
+AOTInductorModel::AOTInductorModel()
+    : AOTInductorModelBase(3,
+                           2,
+                           0,
+                           device_str) {}
+} // namespace torch::aot_inductor
+using namespace torch::aot_inductor;
+extern "C" { extern int direct(); }
+namespace torch::aot_inductor {
+void AOTInductorModel::_const_run_impl(
+    DeviceStreamType stream
+) {}
+"""
+    + CHECKS
+    + RUN % "    __check_inputs_outputs(input_handles, output_handles);\n"
+)
+"""What AOTInductor generates for a graph, in short."""
+ALONE = (
+    f"""#include "{MODEL}"
+
+extern "C" void one(float* out);
+CACHE_TORCH_DTYPE(float32);
+extern "C" {{ extern int direct(); }}
+namespace torch::aot_inductor {{
+"""
+    + RUN % ""
+    + "\n\nCORE_CPU_MODEL(2)\n"
+)
 RECORD = """#!/bin/sh
 for last; do :; done
 echo "$@" >> "$0.calls"
@@ -56,6 +108,32 @@ def test_kernels_and_the_code_that_calls_them_are_compiled_apart_and_linked(tmp_
         assert name in link
     assert (tmp_path / "a.wrapper.cpp").read_text() == "void run() {\n}\n\n"
     assert (tmp_path / "a.wrapper.kernels.cpp").read_text() == KERNELS.lstrip("\n")
+
+
+def _built(folder: Path, source: str) -> tuple[bool, str]:
+    """Return whether torch's container is around a graph, and the code that calls its kernels."""
+    contained = UnderWay(build(generated(folder, RECORD, source), folder / "graph.so")).finish()
+    return contained, (folder / "a.wrapper.cpp").read_text()
+
+
+def test_the_code_of_a_graph_is_compiled_without_the_container_that_it_does_not_need(tmp_path: Path) -> None:
+    assert _built(tmp_path, WHOLE + KERNELS) == (False, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        pytest.param("0,\n                           device", "1,\n device", id="a constant"),
+        pytest.param("work(", "aoti_torch_proxy_executor_call_function(", id="an op through the dispatcher"),
+        pytest.param("// Definition of AOTI", "// Other", id="another form"),
+    ],
+)
+def test_a_graph_that_needs_torchs_container_keeps_it(part: str, other: str, tmp_path: Path) -> None:
+    source = WHOLE.replace(part, other)
+    assert source != WHOLE
+    contained, calls = _built(tmp_path, source + KERNELS)
+    assert contained and calls.count("#include <torch/csrc/inductor/aoti_include/cpu.h>") == 1
+    assert "__check_inputs_outputs" not in calls
 
 
 def _order(call: str) -> int:

@@ -5,7 +5,6 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/stable/library.h>
 
 #include <array>
 #include <optional>
@@ -13,24 +12,9 @@
 #include <type_traits>
 #include <utility>
 
+#include "stable.h"
+
 namespace core_cpu {
-
-// What stands in a place of the dispatcher's stack, and the other way; torch 2.8 has both in no namespace.
-#if __has_include(<torch/csrc/stable/stableivalue_conversions.h>)
-#define CORE_CPU_STABLE torch::stable::detail
-#else
-#define CORE_CPU_STABLE
-#endif
-
-template <typename T>
-T unpacked(StableIValue place) {
-  return CORE_CPU_STABLE::to<T>(place);
-}
-
-template <typename T>
-StableIValue packed(T value) {
-  return CORE_CPU_STABLE::from(value);
-}
 
 // How an argument of type T stands in the C function (Given) and in the dispatcher's stack (Taken), and how the kernel
 // gets it from either.
