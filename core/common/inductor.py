@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from core.common.graphs.weak import overlaps
 from core.common.lowering import FlatCallable, LoweringRequest, Lowerings, inline
-from core.common.node_meta import TRACED
+from core.common.node_meta import ATEN, TRACED
 from core.common.passes.writes import find_writes
 from core.errors import LoweringError
 
@@ -117,7 +117,8 @@ def specialize(graph: fx.GraphModule, examples: tuple[Any, ...]) -> tuple[fx.Gra
             user.kwargs = fx.map_arg(user.kwargs, partial(_replace, constant))
         graph.graph.erase_node(node)
     for node in graph.graph.nodes:
-        node.meta.pop(TRACED, None)  # symbolic metadata of the trace no longer holds
+        for key in (TRACED, ATEN):  # symbolic metadata of the trace no longer holds
+            node.meta.pop(key, None)
     graph.recompile()
     return graph, kept
 

@@ -141,8 +141,9 @@ class Rewriter:
         aten_s = 0.0
         start = time.perf_counter()
         for staged in later_stages(self.manager.running, traced.module, self._prepare):
+            if staged.module is not traced.module:
+                aten_s += time.perf_counter() - start
             traced = replace(traced, module=staged.module)
-            aten_s += time.perf_counter() - start
             start = time.perf_counter()
             reports += run(staged.stage, form=staged.form, refused=staged.refused)
             passes_s += time.perf_counter() - start

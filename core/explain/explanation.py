@@ -211,6 +211,10 @@ class _Watched:
         self._notes.note(report, before, after)
 
     def end(self, stage: Stage, traced: TracedGraph, reports: tuple[PassReport, ...]) -> None:
+        if self.stages and all(report.skipped for report in reports):  # no stage of its own: the graph stayed as it was
+            last = self.stages[-1]
+            self.stages[-1] = replace(last, passes=(*last.passes, *reports))
+            return
         changes = self._notes.changes()
         after = records(traced.module, self._labels, self._inputs)
         self.stages.append(

@@ -14,6 +14,8 @@ from torch.utils import cpp_extension
 
 from core.common.inductor import INLINE_AND_INDUCTOR, inductor, specialize
 from core.common.lowering import FlatCallable, LoweringRequest, Lowerings, inline
+from core.common.node_meta import value_of
+from core.compilation.rewrite.aten import to_aten
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.errors import LoweringError, UsageError
@@ -63,6 +65,16 @@ def test_specialize_makes_sizes_constants() -> None:
     with torch.no_grad():
         got, want = fixed(*[values[i] for i in kept]), Tail()(x)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_specialize_forgets_the_symbolic_values_of_either_form_of_graph() -> None:
+    """Inductor believes values that nodes hold: a graph of ATen ops with those of the trace has no size at all."""
+    graph, x = traced()
+    values = graph.values({"x": x})
+    for module in (to_aten(graph.module), graph.module):
+        assert any(value_of(node) is not None for node in module.graph.nodes)
+        fixed, _ = specialize(module, values)
+        assert not [node for node in fixed.graph.nodes if value_of(node) is not None]
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ class PassContext:
             return f"the device does not implement {' or '.join(missing)}{unknown}"
         if guards.constants and self.constants is None:
             return "it reads the graph's weights, and these are not given"
-        return self._no_value()
+        return self._no_value() or (guards.nothing and guards.nothing(self.graph)) or None
 
     def _no_value(self) -> str | None:
         guards = self.guards

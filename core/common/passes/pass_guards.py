@@ -34,6 +34,9 @@ class Guards:
     constants: bool = False
     #: Canonical ops, all of which the device must implement. Skipped where the caller does not say what it implements.
     implements: frozenset[str] = frozenset()
+    #: Returns why a graph has nothing for the pass, or "". Asked of graphs of the stage and of graphs as traced: these
+    #: are turned into ATen ops, which takes time, only for a pass that finds something.
+    nothing: Callable[[fx.Graph], str] | None = None
     #: Returns the stream or scope of each node of a graph; empty for a graph with only one. `fuse` skips a site that
     #: spans several.
     scopes: Callable[[fx.Graph], Mapping[fx.Node, object]] | None = None

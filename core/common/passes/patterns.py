@@ -32,7 +32,8 @@ class InductorReplacement:
 
     examples: gives the inputs to trace search with, called under a fake mode, scalars left out. scalars: parameters of
     search that stand for numbers, each with an odd value that appears nowhere else in the pattern; one pattern then
-    matches every value. check: takes the match and returns why it must not be replaced, or None.
+    matches every value. check: takes the match and returns why it must not be replaced, or None. bound: parameters that
+    must be constants of the graph, or views of ones, which nothing writes.
     """
 
     search: Callable[..., Any]
@@ -40,12 +41,17 @@ class InductorReplacement:
     examples: Callable[[], Sequence[Any]]
     scalars: Mapping[str, float | int] = field(default_factory=lambda: MappingProxyType({}))
     check: Callable[[Match], str | None] | None = None
+    bound: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InductorGraphPattern:
-    """A pattern of `register_graph_pattern`: a tree of `CallFunction`, and a handler that rewrites the match."""
+    """A pattern of `register_graph_pattern`: a tree of `CallFunction`, and a handler that rewrites the match.
+
+    check, bound: as `InductorReplacement` has them; parameters are the tree's `KeywordArg`s.
+    """
 
     pattern: Callable[[], PatternExpr]
     handler: Callable[..., None]
     check: Callable[[Match], str | None] | None = None
+    bound: tuple[str, ...] = ()

@@ -23,12 +23,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from core.common.node_meta import value_of
+from core.common.passes import view
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Pass
 from core.common.passes.patterns import InductorGraphPattern, InductorReplacement
 from core.common.passes.results import NearMiss, PassResult
 from core.common.passes.sites import MADE_BY, Made, near_miss, other_maker, site_name
 from core.errors import PassError
+
+_VIEWS = frozenset({"t", "transpose", "permute", "view", "unsqueeze", "squeeze", "select"})
 
 
 def apply_inductor(context: PassContext, declared: Pass) -> PassResult:
@@ -78,7 +81,7 @@ class _Patterns:
     def register(self) -> None:
         """Trace and register every pattern."""
         for pattern in self._declared.patterns:
-            check = self._recorded(getattr(pattern, "check", None))
+            check = self._recorded(getattr(pattern, "check", None), getattr(pattern, "bound", ()))
             if isinstance(pattern, InductorReplacement):
                 # The graph may be plain aten or Inductor's own, where casts and activations are decomposed further.
                 for trace in (_trace_plain, _trace_decomposed):
@@ -116,14 +119,15 @@ class _Patterns:
         finally:
             self._record = None
 
-    def _recorded(self, check: Callable[[Match], str | None] | None) -> Callable[[Match], bool]:
+    def _recorded(self, check: Callable[[Match], str | None] | None, bound: tuple[str, ...]) -> Callable[[Match], bool]:
         """Return the check for Inductor, which wants yes or no; places and reasons are kept here."""
 
         def extra_check(match: Match) -> bool:
             record = self._record
             assert record is not None
             node = match.output_node()
-            reason = _refusal(record.context, match, node) or (check(match) if check is not None else None)
+            reason = _refusal(record.context, match, node) or _unbound(record.context, match, bound)
+            reason = reason or (check(match) if check is not None else None)
             if reason:
                 record.misses.append(reason if isinstance(reason, NearMiss) else near_miss(node, reason))
             else:
@@ -156,6 +160,19 @@ def _refusal(context: PassContext, match: Match, node: fx.Node) -> NearMiss | st
         if claimant := other_maker(context, matched):
             return near_miss(matched, f"node {matched.name} was made by pass {claimant}", claimant=claimant)
     return context.guards.refuses_value(value_of(node))
+
+
+def _unbound(context: PassContext, match: Match, bound: tuple[str, ...]) -> str | None:
+    """Return that one of these parameters is no constant of the graph, or None."""
+    for name in bound:
+        node = match.kwargs[name]
+        while view.kind(node) in _VIEWS:
+            node = view.operand(node, 0, "self")
+        if context.constants is None or context.constants.value(node) is None:
+            return f"{match.kwargs[name]} is no constant that is bound to the graph"
+        if context.analysis("writes").writers(node):
+            return f"{match.kwargs[name]} is written by the graph"
+    return None
 
 
 @lru_cache(maxsize=64)

@@ -33,9 +33,13 @@ def later_stages(
     prepare: puts back the canonical ops that a device lacks, in place, before a graph is turned into ATen ops: patterns
     on ATen then see them as the model wrote them. Functional graphs come first, one for each form asked for, and leave
     a graph of ATen ops that writes in place. One that cannot be functionalised says why; a failing `to_aten` raises.
+    Where no pass of stage `aten` has anything to do, the graph stays as it is, and these passes say so.
     """
     asked = {declared.stage for declared in passes}
     if asked <= {"torch"}:
+        return
+    if "functional" not in asked and not any(_may_match(each, module) for each in passes if each.stage == "aten"):
+        yield Staged(stage="aten", form="v2", module=module)
         return
     prepare(module)
     is_aten = False
@@ -53,3 +57,8 @@ def later_stages(
             yield Staged(stage="functional", form=form, module=module)
     if "aten" in asked:
         yield Staged(stage="aten", form="v2", module=module if is_aten else to_aten(module))
+
+
+def _may_match(declared: Pass, module: fx.GraphModule) -> bool:
+    nothing = declared.guards.nothing
+    return nothing is None or not nothing(module.graph)

@@ -61,17 +61,31 @@ def _too_many(x: Tensor) -> str | None:
     return f"x has {rows} rows or more, and the kernel is for up to {MOST_ROWS}"
 
 
+def why_not_transposed(call: OpCall) -> str | None:
+    """Return why the kernel for weights whose columns are one run of memory can't take a call of `core::linear`."""
+    x, weight = call.args["x"], call.args["weight"]
+    if x.dtype not in DTYPES:
+        return f"x is {x.dtype}, and the kernel takes {', '.join(map(str, DTYPES))}"
+    if weight.stride(0) != 1 or weight.stride(1) == 1:
+        return "the columns of weight are not one run of memory each"
+    return _too_many(x) or extension.load("linear_transposed") or None
+
+
 linear = own_op(LINEAR, "linear")
+linear_transposed = own_op(LINEAR, "linear_transposed", "_transposed")
 linear_alike = own_op(LINEAR, "linear", "_alike")
 
 IMPLEMENTATIONS = (
     OpImplementation(op=LINEAR.qualified_name, name="cpu_linear", fn=linear, condition=why_not),
-    # What cpu_linear is timed against, for each shape: which of them is faster depends on both, and on the processor.
+    OpImplementation(
+        op=LINEAR.qualified_name, name="cpu_linear_transposed", fn=linear_transposed, condition=why_not_transposed
+    ),
+    # What these are timed against, for each shape: which of them is faster depends on both, and on the processor.
     OpImplementation(
         op=LINEAR.qualified_name,
         name="torch_linear",
         fn=torch.ops.aten.linear.default,
-        condition=why_not,
+        condition=lambda call: why_not(call) and why_not_transposed(call),
         timed=lambda call: _too_many(call.args["x"]),
     ),
     OpImplementation(

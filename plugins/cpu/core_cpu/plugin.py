@@ -29,6 +29,7 @@ from core_cpu.ipex import norm
 from core_cpu.ipex.lowering import ipex
 from core_cpu.ipex.presence import why_not as why_no_ipex
 from core_cpu.memory import read_memory, reset_peak_memory
+from core_cpu.passes.gelu import FUSE_TANH_GELU
 from core_cpu.peers import PEERS
 from core_cpu.probe import product_name
 from core_cpu.reading import read_rates
@@ -88,12 +89,13 @@ def core_register_ops() -> Sequence[OpImplementation]:
 
 @hookimpl
 def core_register_passes() -> Sequence[Pass]:
-    """Rewrite graphs for the plugin's kernels, where these can be built."""
+    """Rewrite graphs for a processor, and for the plugin's kernels where these can be built."""
     if why_no_kernels():
-        return ()
+        return (FUSE_TANH_GELU,)
     from core_cpu import quantized
+    from core_cpu.passes.products import LIFT_PRODUCTS
 
-    return quantized.PASSES
+    return (FUSE_TANH_GELU, *quantized.PASSES, LIFT_PRODUCTS)
 
 
 @hookimpl

@@ -77,7 +77,7 @@ def _cases(device: Device, declared: Pass) -> Iterator[Case]:
 
 def refusal(device: Device, declared: Pass) -> str:
     """Return why the pass's guards exclude this device for every graph, or ""."""
-    whatever = replace(declared.guards, dtypes=None, min_rank=0, constants=False)
+    whatever = replace(declared.guards, dtypes=None, min_rank=0, constants=False, nothing=None)
     nothing = fx.GraphModule(nn.Module(), fx.Graph())
     context = PassContext(
         module=nothing,

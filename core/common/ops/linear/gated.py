@@ -73,7 +73,7 @@ def _rows(draw: Draw) -> dict[str, Tensor]:
 
 
 def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
-    """Return every form of x, with and without a bias, and weights that are parts of others."""
+    """Return every form of x, with and without a bias, weights that are parts of others, and such as `x @ w` reads."""
     weight, bias = draw(40, 48, scale=0.2), draw(40)
     calls: dict[str, dict[str, Any]] = {}
     for name, x in _rows(draw).items():
@@ -83,6 +83,10 @@ def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
     return calls | {
         "rows of a taller weight": {"x": draw(3, 48), "weight": wider[40:80], "bias": None},
         "odd sizes": {"x": draw(3, 33), "weight": draw(27, 33, scale=0.2), "bias": draw(27)},
+        "turned weight": {"x": draw(3, 48), "weight": draw(48, 40, scale=0.2).T, "bias": None},
+        "turned weight, rank 4, bias": {"x": draw(2, 3, 5, 48), "weight": draw(48, 40, scale=0.2).T, "bias": bias},
+        "part of a turned weight": {"x": draw(1, 48), "weight": draw(48, 120, scale=0.2)[:, 40:80].T, "bias": bias},
+        "odd sizes, turned weight": {"x": draw(9, 33), "weight": draw(33, 27, scale=0.2).T, "bias": draw(27)},
     }
 
 

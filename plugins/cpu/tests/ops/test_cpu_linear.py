@@ -18,7 +18,7 @@ from core.common.ops.implementation import OpCall
 from core.common.ops.linear.gated import LINEAR
 from core.compilation import measuring
 from core.compilation.measuring import Measurer
-from core_cpu.linear import MOST_ROWS, linear, why_not, widened
+from core_cpu.linear import MOST_ROWS, linear, linear_transposed, why_not, why_not_transposed, widened
 from tests.kernel_cases import CPU, DTYPES, check, randn
 from tests.support import compile_with
 
@@ -60,6 +60,40 @@ def test_every_number_of_rows(dtype: torch.dtype) -> None:
         check(LINEAR, linear, [operands(rows, 83, 77, dtype), operands(rows, 48, 160, dtype)], CPU)
     for rows in (1, 5, 8, 21):
         check(LINEAR, linear, [operands(rows, 83, 4133, dtype)], CPU)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_whose_columns_are_runs_of_memory(dtype: torch.dtype) -> None:
+    """Any number of rows, columns and depths that no block divides, several shares of columns, parts of a weight."""
+
+    def turned(rows: int, columns: int, depth: int, **changed: Any) -> dict[str, Any]:
+        call = operands(rows, columns, depth, dtype)
+        return call | {"weight": call["weight"].T.contiguous().T} | changed
+
+    for rows in (*range(1, 10), 16, 19, 64, 65):
+        check(LINEAR, linear_transposed, [turned(rows, 83, 77), turned(rows, 64, 160)], CPU)
+    calls = [
+        turned(1, 9001, 9, bias=None),
+        turned(3, 2113, 16),
+        turned(8, 1100, 5),
+        turned(2, 40, 4133),
+        turned(4, 50, 60, weight=randn(60, 99, dtype=dtype, seed=3)[:, 8:58].T),
+        turned(6, 50, 60, x=randn(60, 6, dtype=dtype).T, bias=randn(50, 2, dtype=dtype)[:, 1]),
+    ]
+    check(LINEAR, linear_transposed, calls, CPU)
+
+
+def test_which_kernel_takes_a_weight() -> None:
+    args = operands(5, 48, 96, torch.bfloat16)
+    turned = args | {"weight": args["weight"].T.contiguous().T}
+    call = OpCall(op="core::linear", args=turned)
+    assert asked(**args) is None and why_not_transposed(call) is None
+    assert asked(**turned) == "the rows of weight are not one run of memory each"
+    other = why_not_transposed(OpCall(op="core::linear", args=args))
+    assert other == "the columns of weight are not one run of memory each"
+    many = OpCall(op="core::linear", args=turned | {"x": randn(65, 96, dtype=torch.bfloat16)})
+    assert "65 rows or more" in (why_not_transposed(many) or "")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,0 +1,69 @@
+// `core_cpu::linear_transposed`: the kernel of `core::linear` for few rows and a weight whose columns, not rows, are one
+// run of memory each: what a product by `torch.addmm` or `@` reads, seen as a linear layer's weight.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/linear_ops.h>
+
+#include <optional>
+
+#include "binding.h"
+#include "linear_transposed.h"
+
+namespace core_cpu {
+namespace {
+
+using at::Tensor;
+
+// Multiplications that are worth another thread.
+constexpr int64_t WORK = 1 << 16;
+
+// The most rows that the kernel multiplies, as in linear.py.
+constexpr int64_t MOST_ROWS = 64;
+
+// Shares of threads are multiples of so many columns: one line of the memory at least.
+constexpr int64_t COLUMNS = 64;
+
+template <typename T>
+void multiply_rows(const Tensor& x, const Tensor& weight, const Tensor& added, Tensor& out) {
+  const int64_t columns = weight.size(0), depth = weight.size(1), rows = x.numel() / depth;
+  const T* bias = added.defined() ? added.const_data_ptr<T>() : nullptr;
+  const Transposed<T> whole{x.const_data_ptr<T>(), depth, weight.const_data_ptr<T>(), weight.stride(1), bias,
+                            out.mutable_data_ptr<T>(), columns, rows, columns, depth};
+  const int64_t blocks = (columns + COLUMNS - 1) / COLUMNS;
+  const int64_t grain = std::max<int64_t>(WORK / (rows * depth * COLUMNS), 1);
+  at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    Transposed<T> share = whole;
+    const int64_t first = begin * COLUMNS;
+    share.weight += first, share.out += first;
+    share.bias = bias == nullptr ? nullptr : bias + first;
+    share.columns = std::min(end * COLUMNS, columns) - first;
+    transposed_share(share);
+  });
+}
+
+}  // namespace
+
+// As `core::linear` has it, for calls that the condition in linear.py lets pass.
+Tensor linear_transposed(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const int64_t depth = weight.size(1);
+  const int64_t rows = depth == 0 ? 0 : x.numel() / depth;
+  if (rows == 0 || rows > MOST_ROWS || weight.stride(0) != 1) {
+    return at::_ops::linear::call(x, weight, bias).contiguous();
+  }
+  const Tensor in = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
+  at::DimVector sizes(x.sizes());
+  sizes.back() = weight.size(0);
+  Tensor out = empty(sizes, x.scalar_type());
+  with_dtype(x.scalar_type(), "core_cpu::linear_transposed",
+             [&]<typename T>(T) { multiply_rows<T>(in, weight, added, out); });
+  return out;
+}
+
+CORE_CPU_DIRECT(linear_transposed, linear_transposed)
+
+STABLE_TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
+  m.impl("linear_transposed", Calls<linear_transposed>::boxed);
+}
+
+}  // namespace core_cpu
