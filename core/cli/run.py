@@ -30,7 +30,7 @@ from core.cli.model_argument import (
     one_model,
     parse_loras,
 )
-from core.cli.output import loading, print_core_error
+from core.cli.output import loading, print_core_error, status
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.cli.ranks import EXPERTS, TP, TP_TIMEOUT, check_experts, run_on_ranks, tried, whole_of, why_not_whole
 from core.common.collector import importing
@@ -122,7 +122,8 @@ def run(
     check_name(device)  # before anything that imports torch
     if (code := run_on_ranks(tp, tp_timeout, draft_model=draft_model, lora=lora)) is not None:
         return code
-    with loading(quiet=as_json or own_rank() > 0) as progress:
+    quiet = as_json or own_rank() > 0
+    with loading("importing torch", quiet=quiet) as progress:
         with importing():
             from core.engine.lora.merged import why_not
             from core.engine.models.quantizing import Quantize
@@ -146,7 +147,8 @@ def run(
         completions = _generate(engine, prompt, params, stream=not as_json)
         skipped = why_not_whole(engine.loaded, rank, oracle) if check else "--no-check"
         skipped = skipped or next((why_not(engine.loaded.model, each) for each in engine.loras.values()), "")
-        comparison = None if skipped else _compare(engine, completions, oracle, whole_of(load, rank, how))
+        with status("comparing with the eager model", quiet=quiet):
+            comparison = None if skipped else _compare(engine, completions, oracle, whole_of(load, rank, how))
         if as_json:
             print_json_of(engine, completions, comparison, rank)
         else:
@@ -190,13 +192,17 @@ def _engine(
         from core.engine.serve.prompts import encode_prompts
         from core.settings import Settings
 
+        progress("importing transformers", 0, 0)
         import_transformers()
     note_phase("load")
     if config.options.cache and Settings.from_environment().cache:
         Store.of_user().keep_kernels(resolved.kernel_compilers)
     check_device(config, resolved)  # refuse options that the device lacks before the model is loaded
+    progress(f"preparing {resolved.name}", 0, 0)
     resolved.parts.prepare()
+    progress("loading the model", 0, 0)
     loaded = load(rank=rank)
+    progress("making the engine", 0, 0)
     encoded = encode_prompts(_for_model(prompts, loaded), loaded, [params] * len(prompts))
     num_tokens = sum(len(e.token_ids) for e in encoded)
     longest = max(len(e.token_ids) + e.max_new_tokens for e in encoded)

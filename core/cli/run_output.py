@@ -25,6 +25,8 @@ def _rows(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: st
     fault = comparison and comparison.device_fault
     rows = [
         *([("DEVICE FAULT", fault)] if fault else []),
+        *(_compared_rows(engine, comparison) if comparison else [("check", f"not run: {skipped}")]),
+        ("start", f"{report.time_text(engine.compile_time_s)}; compile cache {report.cache} ({report.counters_text})"),
         ("device", f"{engine.device.name}: {engine.device.capabilities.device_name}"),
         ("plugin", str(engine.device.plugin)),
         ("chosen", engine.device.reason),
@@ -39,12 +41,8 @@ def _rows(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: st
         *(("larger bucket", f"{count} times, {which}") for which, count in report.stand_ins.items()),
         *(("eager", f"{count} times, {reason}") for reason, count in report.fallbacks.items()),
         *((f"passes, {trace.phase}", trace.passes_line()) for trace in report.traces),
-        ("compile cache", f"{report.cache} ({report.counters_text})"),
-        ("compile time", f"{engine.compile_time_s:.2f} s"),
     ]
-    if engine.config.speculative:
-        rows += _drafts_rows(engine)
-    return [*rows, *(_compared_rows(engine, comparison) if comparison else [("check", f"not run: {skipped}")])]
+    return rows + (_drafts_rows(engine) if engine.config.speculative else [])
 
 
 def _drafts_rows(engine: Engine) -> list[tuple[str, str]]:
@@ -68,11 +66,7 @@ def _compared_rows(engine: Engine, comparison: Comparison) -> list[tuple[str, st
     ratio = comparison.compiled_tokens_per_s / comparison.eager_tokens_per_s
     verdict, rounds = comparison.verdict, counted(comparison.rounds, "rounds")
     return [
-        ("tokens/s, eager", f"{comparison.eager_tokens_per_s:.1f}"),
-        (
-            "tokens/s, compiled" if num_captures else "tokens/s, engine",
-            f"{comparison.compiled_tokens_per_s:.1f} ({ratio:.2f}x {eager}, {rounds} in turns)",
-        ),
+        ("greedy tokens", _tokens_line(comparison)),
         (
             "max logits error",
             f"{verdict.max_error:.3g} against fp64 ({allowed} {verdict.eager_max_error:.3g}); "
@@ -80,9 +74,29 @@ def _compared_rows(engine: Engine, comparison: Comparison) -> list[tuple[str, st
             if verdict
             else f"not judged: {comparison.skipped}",
         ),
-        ("greedy tokens", _tokens_line(comparison)),
         *_rounding_row(comparison),
+        ("tokens/s, eager", f"{comparison.eager_tokens_per_s:.1f}"),
+        (
+            "tokens/s, compiled" if num_captures else "tokens/s, engine",
+            f"{comparison.compiled_tokens_per_s:.1f} ({ratio:.2f}x {eager}, {rounds} in turns)",
+        ),
+        *([("slower because", _why_slower(engine))] if ratio < 1 else []),
     ]
+
+
+def _why_slower(engine: Engine) -> str:
+    """Say what of the run explains that it is slower than eager, or how to find out."""
+    report, stats = engine.report(), engine.stats()
+    off = [phase for phase, mode in report.modes.items() if mode == "off"]
+    calls, computed = sum(report.fallbacks.values()), stats.computed + stats.padded
+    reasons = [
+        f"{' and '.join(off)} ran eagerly inside the engine" if off else "",
+        f"{counted(calls, 'calls')} ran eagerly" if calls else "",
+        "lowering inline runs op by op, as eager does" if report.lowering == "inline" and report.num_captures else "",
+        f"{stats.padded} of {computed} computed tokens were padding" if stats.padded * 2 > computed else "",
+    ]
+    known = "; ".join(filter(None, reasons))
+    return known or "not known from this run: `core bench` measures longer, `core explain --kernels` shows each kernel"
 
 
 def _rounding_row(comparison: Comparison) -> list[tuple[str, str]]:

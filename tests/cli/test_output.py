@@ -12,7 +12,7 @@ import pytest
 
 from core._version import __version__
 from core.cli import COMMANDS, main, output
-from core.cli.output import console, print_json, status
+from core.cli.output import console, loading, print_json, status
 
 
 def test_numbers_that_json_has_not_become_null(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,3 +76,28 @@ def test_what_takes_long_is_a_line_where_no_terminal_is(
         say("quiet too")
         time.sleep(0.1)
     assert shown == "core: long\n" and capsys.readouterr().err == ""
+
+
+def test_loading_tells_a_line_of_what_takes_long_counted_or_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_LONG_S", 0.0)
+
+    def told(after: int) -> list[str]:
+        deadline, shown = time.monotonic() + 30, ""
+        while shown.count("\n") < after and time.monotonic() < deadline:
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
+        return shown.splitlines()
+
+    with loading("importing torch", quiet=False) as progress:
+        assert told(1) == ["core: importing torch"]
+        progress("loading the model", 0, 0)
+        assert told(1) == ["core: loading the model"]
+        progress("capture decode[8]", 1, 2)
+        assert told(1) == ["core: capture decode[8] (1 of 2 done)"]
+        progress("capture", 2, 2)
+    with loading("quiet", quiet=True) as progress:
+        progress("capture", 0, 2)
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""
