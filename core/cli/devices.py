@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.entries import Entry, print_entries
 from core.cli.output import print_json, print_warnings
+from core.cli.reports.entries import Entry, print_entries
 from core.device import PluginInfo
 from core.host.probing import DeviceStatus
 

@@ -11,8 +11,9 @@ import typer
 
 from core._version import __version__
 from core.cli.devices import plugin_json
-from core.cli.entries import Entry, print_entries
-from core.cli.output import print_json, print_warnings, status as telling
+from core.cli.output import print_json, print_warnings
+from core.cli.output import status as telling
+from core.cli.reports.entries import Entry, print_entries
 from core.host.probing import DeviceScan, DeviceStatus
 from core.host.workers.worker import Asked, WorkerResult
 from core.settings import Settings

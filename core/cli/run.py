@@ -95,7 +95,7 @@ def run(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead (docs/json.md)."),
 ) -> int:
     """Generate text with any transformers causal LM on one device, and check it against eager."""
-    from core.cli.run_output import print_json_of, print_table
+    from core.cli.reports.run import print_json_of, print_table
     from core.engine.config import SamplingParams
     from core.engine.steps.runner import EngineConfig
     from core.host.selection import check_name

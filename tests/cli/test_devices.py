@@ -74,7 +74,9 @@ def test_long_reasons_fit_a_page_of_80_columns_and_wrap_by_words(
     install_vendor: InstallVendor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = "the driver's library cannot be loaded: " + "no such file or directory; " * 6
-    install_vendor(probe=f"def probe():\n    return Probe(available=False, device_count=0, reason={reason!r}, hint='x')")
+    install_vendor(
+        probe=f"def probe():\n    return Probe(available=False, device_count=0, reason={reason!r}, hint='x')"
+    )
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["devices"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from core.cli.run_output import _why_slower
+from core.cli.reports.run import _why_slower
 
 
 def engine(*, computed: int = 9, padded: int = 0, num_captures: int = 2, **report: Any) -> Any:
