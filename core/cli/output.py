@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -83,12 +83,29 @@ def print_items(items: Iterable[Any]) -> None:
         out.print(item, soft_wrap=not wraps, markup=False)
 
 
+_starting = ExitStack()
+"""Tells of a command's start until something else is told."""
+
+
+def start(*, quiet: bool) -> None:
+    """Tell on standard error that torch is being imported, if this takes long; `end_start`, `status` and `loading`
+    end it."""
+    if not quiet:
+        _starting.enter_context(phase_lines())("importing torch")
+
+
+def end_start() -> None:
+    """Tell no more of the start."""
+    _starting.close()
+
+
 @contextmanager
 def status(first: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Tell on standard error what is going on; yield a function that changes the text.
 
     A terminal shows one line that changes; elsewhere each text that stands for over a second is a line.
     """
+    end_start()
     from rich.console import Console
 
     terminal = Console(stderr=True)
@@ -185,6 +202,7 @@ def loading(first: str, *, quiet: bool) -> Iterator[Progress]:
 
     first: what is going on before anything is counted. A total of 0 means that the work is not counted.
     """
+    end_start()
     from rich.console import Console
     from rich.progress import Progress as Bar
     from rich.progress import TaskID

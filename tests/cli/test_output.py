@@ -101,3 +101,22 @@ def test_loading_tells_a_line_of_what_takes_long_counted_or_not(
         progress("capture", 0, 2)
         time.sleep(0.05)
     assert capsys.readouterr().err == ""
+
+
+def test_a_slow_start_is_told_until_something_else_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_LONG_S", 0.1)
+    for other in (lambda: status("next", quiet=False), lambda: loading("next", quiet=False)):
+        output.start(quiet=False)
+        with other():
+            pass
+    output.start(quiet=False)
+    output.end_start()
+    output.start(quiet=True)
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+    output.start(quiet=False)
+    time.sleep(0.3)
+    output.end_start()
+    assert capsys.readouterr().err == "core: importing torch\n"
