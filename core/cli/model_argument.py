@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import typer
 
 from core.engine.config import CACHES, KV_CACHE_DTYPES, OWN_HEADS, PHASES, Phase
-from core.engine.models.resolve import check_choice, check_dtype
+from core.engine.models.resolve import check_choice, check_dtype, check_type
 from core.errors import UsageError
 from core.paths import local_path
 
@@ -115,7 +115,8 @@ def check_model_options(
     """Refuse, before torch is imported, options that no device and no model allows.
 
     model: a folder; a text without a separator may also name a model type. draft_model: a folder, or `OWN_HEADS`.
-    Raises `UsageError`, and `ModelError` for a folder that is not there.
+    Raises `UsageError`, also for a text that is no folder and can be no model type, and `ModelError` for a folder
+    that is not there.
     """
     from core.engine.models.checkpoint import check_folder
 
@@ -126,7 +127,8 @@ def check_model_options(
     if draft_model is not None and str(draft_model) != OWN_HEADS:
         check_folder(local_path(f"draft model {str(draft_model)!r}", draft_model))
     if isinstance(model, str) and os.sep not in model and not local_path(f"model {model!r}", model).exists():
-        return  # a model type, which transformers knows
+        check_type(model)
+        return
     if model is not None:
         check_folder(local_path(f"model {str(model)!r}", model))
 
