@@ -14,6 +14,7 @@ from core.cli.model_argument import (
     ADAPTER,
     CALIBRATION,
     DETERMINISTIC,
+    DEVICE,
     DRAFT_MODEL,
     DTYPE,
     KV_CACHE_DTYPE,
@@ -58,7 +59,7 @@ _LORA = "lora"
 def run(
     model: str | None = MODEL,
     model_option: str | None = MODEL_OPTION,
-    device: str = typer.Option("auto", help="Device name, as `core devices` lists it; auto prefers an accelerator."),
+    device: str = DEVICE,
     prompt: list[str] = typer.Option([DEFAULT_PROMPT], help="Text to continue; repeat for a batch."),
     max_new_tokens: int = typer.Option(48, help="Tokens to generate per prompt."),
     temperature: float = typer.Option(0.0, help="0 is greedy."),

@@ -53,11 +53,24 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith(f"core {__version__}, Python 3.")
 
 
-def test_a_shell_can_complete_commands() -> None:
-    shell = {"_CORE_COMPLETE": "complete_bash", "COMP_WORDS": "core de", "COMP_CWORD": "1"}
-    command = [sys.executable, "-c", "import sys; from core.cli import main; sys.exit(main())"]
-    done = subprocess.run(command, env=os.environ | shell, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == [name for name in COMMANDS if name.startswith("de")], done.stderr
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("core de", [name for name in COMMANDS if name.startswith("de")]),
+        ("core run --de", ["--device", "--deterministic"]),
+        ("core conformance --device c", ["cpu", "cuda"]),
+        ("core passes --device n", ["npu"]),
+        ("core explain --dtype b", ["bfloat16"]),
+    ],
+)
+def test_a_shell_can_complete_commands_options_and_values(line: str, completed: list[str]) -> None:
+    shell = {"_CORE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    code = "import sys; from core.cli import main; code = main(); sys.exit('torch' if 'torch' in sys.modules else code)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | shell, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == completed, done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_takes_long_is_a_line_where_no_terminal_is(
