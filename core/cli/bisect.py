@@ -62,7 +62,9 @@ def bisect(
     else:
         from core.cli.reports.bisect import print_bisection
 
-        print_bisection(found, wrong.name if wrong is not None and not _was_found(wrong, found) else "", facts)
+        print_bisection(
+            console(), found, wrong.name if wrong is not None and not _was_found(wrong, found) else "", facts
+        )
     return 0 if found.passed else 1
 
 

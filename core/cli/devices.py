@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from core.cli.output import print_json, print_warnings
+from core.cli.output import console, print_json, print_warnings
 from core.cli.reports.entries import Entry, print_entries
 from core.device import PluginInfo
 from core.host.probing import DeviceStatus
@@ -26,7 +26,7 @@ def devices(
     if as_json:
         print_json("core.devices/1", devices=[status_json(item) for item in statuses], warnings=list(warnings))
         return
-    print_entries(("device", "state", "count", "plugin"), map(_entry, statuses))
+    print_entries(console(), ("device", "state", "count", "plugin"), map(_entry, statuses))
     print_warnings(warnings)
     if not statuses:
         print_warnings(("no plugin is installed; core itself is not installed here: `pip install .` in its checkout",))

@@ -11,7 +11,7 @@ import typer
 
 from core._version import __version__
 from core.cli.devices import plugin_json
-from core.cli.output import print_json, print_warnings
+from core.cli.output import console, print_json, print_warnings
 from core.cli.output import status as telling
 from core.cli.reports.entries import Entry, print_entries
 from core.host.probing import DeviceScan, DeviceStatus
@@ -142,7 +142,7 @@ def _diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _print_text(diagnoses: list[Diagnosis]) -> None:
     print("  ".join(f"{name} {number or '(not installed)'}" for name, number in versions().items()))
-    print_entries(("device", "verdict", "plugin"), map(_entry, diagnoses))
+    print_entries(console(), ("device", "verdict", "plugin"), map(_entry, diagnoses))
 
 
 def _entry(item: Diagnosis) -> Entry:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from core.cli.output import console
-
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from core.verify.bisect.report import Bisection, Step
@@ -15,11 +14,10 @@ if TYPE_CHECKING:
 _OUTCOMES = {"nothing": "NOTHING JUDGED", "unjudged": "NOT JUDGED", "fault": "FAULT"}
 
 
-def print_bisection(found: Bisection, not_found: str, facts: Mapping[str, Any]) -> None:
+def print_bisection(out: Console, found: Bisection, not_found: str, facts: Mapping[str, Any]) -> None:
     """Print what was found. not_found: the name of an injected pass that was not found at fault, "" for none."""
     from rich.text import Text
 
-    out = console()
     out.print(found.headline(), style="bold", markup=False, soft_wrap=True)
     if not_found:
         out.print(f"THE INJECTED PASS {not_found!r} WAS NOT FOUND AT FAULT; see its line below", markup=False)

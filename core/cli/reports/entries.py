@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from core.cli.output import console
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _STYLES = {"available": "green", "pass": "green", "unavailable": "dim", "blocked": "dim", "skipped": "dim"}
 _GAP = "  "
@@ -21,15 +23,15 @@ class Entry:
     raw: Sequence[str] = field(default=())
 
 
-def print_entries(columns: tuple[str, ...], entries: Iterable[Entry]) -> None:
-    """Print a heading and the entries to standard output.
+def print_entries(out: Console, columns: tuple[str, ...], entries: Iterable[Entry]) -> None:
+    """Print a heading and the entries.
 
     columns: name of each cell; the one after the first holds the state, whose style says how good it is.
     """
     from rich.padding import Padding
     from rich.text import Text
 
-    listed, out = tuple(entries), console()
+    listed = tuple(entries)
     rows = [columns, *(entry.cells for entry in listed)]
     widths = [max(len(row[number]) for row in rows) for number in range(len(columns))]
     indent = widths[0] + len(_GAP)

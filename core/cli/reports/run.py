@@ -1,18 +1,54 @@
-"""What `core run` prints besides the text: a table of the run, or all of it as JSON."""
+"""What `core run` prints: the text as it comes, then a table of the run, or all of it as JSON."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from core.cli.output import console, print_json
 from core.compilation.report import counted
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from core.engine.check.comparison import Comparison
+    from core.engine.models.loading import LoadedModel
     from core.engine.parallel.rank import Rank
     from core.engine.serve.engine import Engine
+    from core.engine.serve.prompts import Prompt
     from core.engine.serve.request import Completion
+
+
+def for_model(prompts: Sequence[str], loaded: LoadedModel) -> Sequence[Prompt]:
+    """Return the prompts; for a model type, which is built without a tokenizer, their bytes as token ids."""
+    if loaded.tokenizer is not None or loaded.tokenizer_error is not None:
+        return prompts
+    return [[byte % loaded.vocab_size for byte in prompt.encode(errors="surrogateescape")] for prompt in prompts]
+
+
+def generate(engine: Engine, texts: Sequence[str], params: Any, *, stream: bool) -> list[Completion]:
+    """Generate, and with one prompt print its text as it comes; with several, each as a whole at the end.
+
+    Without a tokenizer there is no text, and token ids are printed.
+    """
+
+    def write(_: int, piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    prompts, has_text = for_model(texts, engine.loaded), engine.loaded.tokenizer is not None
+    lora = next(iter(engine.loras), None)
+    if stream and has_text and len(texts) == 1:
+        write(0, texts[0])
+        completions = engine.generate(prompts, params, on_text=write, lora=lora)
+        write(0, "\n\n")
+        return completions
+    completions = engine.generate(prompts, params, lora=lora)
+    if stream:
+        for index, (text, completion) in enumerate(zip(texts, completions, strict=True)):
+            ids = ", ".join(map(str, completion.token_ids))
+            print(f"[{index}] {text}{completion.text}\n" if has_text else f"[{index}] token ids: {ids}\n")
+    return completions
 
 
 def _rows(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: str) -> list[tuple[str, str]]:
@@ -114,7 +150,7 @@ def _tokens_line(comparison: Comparison) -> str:
     return f"differ from eager: {comparison.mismatch}: {verdict}"
 
 
-def print_table(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: str = "") -> None:
+def print_table(out: Console, engine: Engine, comparison: Comparison | None, rank: Rank, skipped: str = "") -> None:
     """Print what a run did, cost and compared, one line each; skipped: why nothing was compared."""
     from rich.table import Table
 
@@ -125,11 +161,13 @@ def print_table(engine: Engine, comparison: Comparison | None, rank: Rank, skipp
         table.add_row(name, value)
     for warning in (*engine.loaded.warnings, *(engine.draft.warnings if engine.draft is not None else ())):
         table.add_row("warning", warning)
-    console().print(table)
+    out.print(table)
 
 
-def print_json_of(engine: Engine, completions: Sequence[Completion], comparison: Comparison | None, rank: Rank) -> None:
-    """Print core.run/1 (docs/json.md)."""
+def json_of(
+    engine: Engine, completions: Sequence[Completion], comparison: Comparison | None, rank: Rank
+) -> dict[str, Any]:
+    """Return the fields of core.run/1 (docs/json.md)."""
     from dataclasses import asdict
 
     import torch
@@ -140,23 +178,22 @@ def print_json_of(engine: Engine, completions: Sequence[Completion], comparison:
     loaded, quantization = engine.loaded, report_of(engine.loaded.model)
     checked = {} if comparison is None else asdict(comparison)
     fault = checked.pop("device_fault", None)
-    print_json(
-        "core.run/1",
-        device_fault=fault,
-        device={
+    return {
+        "device_fault": fault,
+        "device": {
             "name": engine.device.name,
             "product": engine.device.capabilities.device_name,
             "plugin": engine.device.plugin.distribution,
             "version": engine.device.plugin.version,
             "reason": engine.device.reason,
         },
-        torch=torch.__version__,
-        ranks={
+        "torch": torch.__version__,
+        "ranks": {
             "size": rank.size,
             "cores": rank.cores,
             "weights_read": None if loaded.weights_read is None else asdict(loaded.weights_read),
         },
-        model={
+        "model": {
             "class": type(loaded.model).__name__,
             "path": None if loaded.path is None else str(loaded.path),
             "dtype": str(loaded.dtype).removeprefix("torch."),
@@ -164,11 +201,11 @@ def print_json_of(engine: Engine, completions: Sequence[Completion], comparison:
             "warnings": list(loaded.warnings),
             "adapters": [str(each.path) for each in engine.loras.values()],
         },
-        quantization=None if quantization is None else quantization.to_json(),
-        cache={"route": engine.route, "reason": engine.route_reason},
-        compile_time_s=engine.compile_time_s,
-        program=engine.report().to_json(),
-        completions=[
+        "quantization": None if quantization is None else quantization.to_json(),
+        "cache": {"route": engine.route, "reason": engine.route_reason},
+        "compile_time_s": engine.compile_time_s,
+        "program": engine.report().to_json(),
+        "completions": [
             {
                 "prompt_token_ids": list(c.prompt_token_ids),
                 "token_ids": list(c.token_ids),
@@ -177,6 +214,6 @@ def print_json_of(engine: Engine, completions: Sequence[Completion], comparison:
             }
             for c in completions
         ],
-        check=None if comparison is None else {**checked, "passed": comparison.passed},
-        warnings=warnings(),
-    )
+        "check": None if comparison is None else {**checked, "passed": comparison.passed},
+        "warnings": warnings(),
+    }
