@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from core.cli.model_argument import DEVICE
 from core.engine.parallel.interrupts import interrupted_by_sigterm
 from core.errors import UsageError
 from core_conformance.ranks import DEFAULT_RANKS, MAX_RANKS
@@ -38,7 +39,7 @@ _NO_EFFECT: Mapping[str, tuple[frozenset[str], str]] = MappingProxyType(
 
 def conformance(
     context: typer.Context,
-    device: str = typer.Option("auto", help="Device name, as `core devices` lists it; auto prefers an accelerator."),
+    device: str = DEVICE,
     level: int = typer.Option(3, min=0, max=3, help="Highest level to prove: 0 host, 1 ops, 2 graphs, 3 models."),
     case: list[str] = typer.Option([], help="Id or glob of cases to run, such as 'ops/rms_norm/*'; repeatable."),
     provider: list[str] = typer.Option([], help="Only the cases of implementations of this name; repeatable."),

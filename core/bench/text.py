@@ -1,4 +1,5 @@
-"""Shows a report of `core bench` in a terminal: one table of figures, then the notes on them."""
+"""Shows a report of `core bench` in a terminal: one table of figures that fits 80 columns, then what was checked, and
+notes."""
 
 from __future__ import annotations
 
@@ -8,17 +9,20 @@ from typing import Any
 from core.bench.cells import BenchReport, CellReport, Record
 from core.compilation.report import counted
 
-_COLUMNS = ("cell", "subject", "ms", "least - most", "graph alone", "floor / ms", "against eager", "start s", "check")
+_COLUMNS = ("", "ms", "least - most", "graph\nalone", "floor\n/ ms", "against\neager", "start\ns")
 
 _MOST_NAME = 56
 _MOST_KERNELS = 2
 
 
 def renderables(report: BenchReport) -> Iterator[Any]:
-    """Yield what `rich` prints: facts, the table, notes, kernels, the start."""
+    """Yield what `rich` prints: what is missing if it was interrupted, facts, the table, checks, notes, kernels, the
+    start."""
     from rich.table import Table
 
     facts = report.facts
+    if facts.get("interrupted"):
+        yield f"INTERRUPTED {facts['interrupted']}"
     yield (
         f"{facts['model']['title']}: {facts['model']['class']}, {facts['model']['num_parameters'] / 1e6:.1f} M "
         f"parameters, {facts['model']['dtype']}; {facts['device']['name']}: {facts['device']['product']}, plugin "
@@ -35,16 +39,15 @@ def renderables(report: BenchReport) -> Iterator[Any]:
     )
     table = Table(box=None, pad_edge=False)
     for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("cell", "subject", "check") else "right")
+        table.add_column(column, justify="right" if column else "left", vertical="bottom", no_wrap=bool(column))
     for cell in report.cells:
         _add(table, cell, report)
     yield table
+    yield from _checks(report)
     for cell in report.cells:
         for record in cell.records:
             yield from (f"note, {cell.cell.name}, {record.subject}: {note}" for note in dict.fromkeys(record.notes))
     yield from (f"not measured: {name}: {why}" for name, why in facts["settings"]["missing"].items())
-    if facts.get("interrupted"):
-        yield f"note: interrupted {facts['interrupted']}"
     for cell in report.cells:
         if cell.kernels is not None:
             yield from _kernels(cell.cell.name, cell.kernels)
@@ -56,30 +59,38 @@ def _add(table: Any, report: CellReport, whole: BenchReport) -> None:
     eager = next((r.median_ms for r in report.records if r.subject == "eager"), None)
     floor = report.floor
     what = "bytes" if floor.bytes_ms >= floor.flops_ms else "flops"
-    table.add_row(report.cell.name, f"floor ({what})", ms(floor.ms), "", "", "", "", "", "", style="dim")
+    table.add_row(report.cell.name, ms(floor.ms), f"floor ({what})", style="dim")
     for record in report.records:
         median = record.median_ms
         if record.failure or median is None:
-            table.add_row("", record.subject, "-", "", "", "", "", "", record.failure or "not measured", style="red")
+            table.add_row(f"  {record.subject}", "-", "FAILED" if record.failure else "not measured", style="red")
             continue
         graph = sorted(record.replay_ms)
         table.add_row(
-            "",
-            record.subject,
+            f"  {record.subject}",
             ms(median),
             f"{ms(min(record.rounds_ms))} - {ms(max(record.rounds_ms))}",
             ms(graph[len(graph) // 2]) if graph else "",
             f"{floor.ms / median:.0%}",
             f"{eager / median:.2f}x" if eager is not None else "",
             f"{record.start_s:.1f}",
-            check_text(record),
             style="bold" if record.subject == "core" else "",
         )
     for name, cells in whole.references.items():
         if report.cell.name in cells:
             median = cells[report.cell.name]
             ratio = f"{eager / median:.2f}x" if eager is not None else ""
-            table.add_row("", name, ms(median), "", "", f"{floor.ms / median:.0%}", ratio, "", "given", style="dim")
+            table.add_row(f"  {name}", ms(median), "given", "", f"{floor.ms / median:.0%}", ratio, style="dim")
+
+
+def _checks(report: BenchReport) -> Iterator[str]:
+    """Yield a line for each failure and for what each comparison with eager says; cells of equal texts share one."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for cell in report.cells:
+        for record in cell.records:
+            if text := f"FAILED: {record.failure}" if record.failure else check_text(record):
+                said.setdefault((record.subject, text), []).append(cell.cell.name)
+    yield from (f"{subject}, {', '.join(cells)}: {text}" for (subject, text), cells in said.items())
 
 
 def check_text(record: Record) -> str:

@@ -40,6 +40,9 @@ _JSON_FILES = frozenset({"bench", "conformance"})
 _WITHOUT_TORCH = frozenset({"cache", "devices", "doctor", "new-plugin"})
 """Subcommands whose process imports neither torch nor a plugin."""
 
+_TELL_START = frozenset({"bench", "bisect", "explain", "passes", "run"})
+"""Subcommands that say so if importing torch takes long."""
+
 EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -156,10 +159,13 @@ def _wants_json(arguments: list[str]) -> bool:
 
 
 def _run(arguments: list[str]) -> int:
+    from core.cli.output import end_start, start
     from core.cli.ranks import COMMAND_LINE
 
     wanted = _wanted(arguments)
     with ExitStack() as stack:
+        stack.callback(end_start)
+        start(quiet=wanted not in _TELL_START or "--help" in arguments or "--json" in arguments)
         # Importing typer takes longer than launching the probes, which run meanwhile.
         scan = stack.enter_context(_start_scan()) if wanted == "devices" and "--help" not in arguments else None
         import typer

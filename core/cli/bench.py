@@ -29,7 +29,7 @@ from core.cli.model_argument import (
 from core.cli.output import check_file, json_text, print_items, status
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, shard
-from core.cli.values import number_text
+from core.cli.values import check_positive, numbers
 from core.engine.parallel.interrupts import interrupted_by_sigterm
 from core.errors import UsageError
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from core.engine.parallel.rank import Rank
 
 _STDOUT = Path("-")
+_CONTEXT, _PREFILL = 1024, "128,1024,4096"
 
 
 def bench(
@@ -57,8 +58,12 @@ def bench(
     device: str = DEVICE,
     dtype: str = DTYPE,
     batch: str = typer.Option("1,8,64", help="Batches of decode, comma-separated; empty for none."),
-    context: int = typer.Option(1024, help="Tokens of each sequence before the first decode step."),
-    prefill: str = typer.Option("128,1024,4096", help="Lengths of prompts, comma-separated; empty for none."),
+    context: int | None = typer.Option(
+        None, help=f"Tokens of each sequence before the first decode step; default: {_CONTEXT}, or what fits."
+    ),
+    prefill: str | None = typer.Option(
+        None, help=f"Lengths of prompts, comma-separated; empty for none; default: of {_PREFILL} what fits."
+    ),
     subjects: str | None = typer.Option(
         None, help="What to measure, comma-separated; `peers`: all installed ones; default: everything."
     ),
@@ -119,16 +124,18 @@ def bench(
         raise UsageError(
             f"MODEL {model!r} with --preset {preset!r}", found="these are two models", remedy="leave one of them out"
         )
-    for option, value in (("--context", context), ("--rounds", rounds), ("--steps", steps)):
-        _check_positive(option, (value,))
-    batches, prompts = (_check_positive(o, _numbers(o, t)) for o, t in (("--batch", batch), ("--prefill", prefill)))
+    tokens, lengths = _CONTEXT if context is None else context, _PREFILL if prefill is None else prefill
+    for option, value in (("--context", tokens), ("--rounds", rounds), ("--steps", steps)):
+        check_positive(option, (value,))
+    batches, prompts = (check_positive(o, numbers(o, t)) for o, t in (("--batch", batch), ("--prefill", lengths)))
     for option, path in (("--json", json), ("--plot", plot)):
         check_file(option, path)
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     options = compile_options(mode, lowering, switches, strict=strict, provider=provider, measure=measure)
     from core.bench.bench import Settings, failed, read_references
+    from core.bench.fitting import fitted, positions_of
     from core.bench.load import load_of
-    from core.bench.model import engine_options, find
+    from core.bench.model import engine_options
     from core.bench.peers.choosing import choose
     from core.bench.plots.file import check_plot, write_plot
     from core.engine.models.quantizing import Quantize
@@ -156,7 +163,7 @@ def bench(
         return bench_load(asked, load, config, timeline=timeline, json=json, tp_timeout=tp_timeout)
     settings = Settings(
         batches=batches,
-        context=context,
+        context=tokens,
         prompts=prompts,
         rounds=rounds,
         steps=steps,
@@ -165,9 +172,9 @@ def bench(
     )
     check_plot(plot)
     references = read_references(reference) if reference is not None else {}
-    chosen = find(model, preset)
-    if chosen is not None:  # refused before minutes of work
-        settings.check_length(getattr(chosen.config().get_text_config(), "max_position_embeddings", None))
+    num_positions = positions_of(model, preset)
+    settings = fitted(settings, num_positions, context=context is None, prompts=prefill is None)
+    settings.check_length(num_positions)  # refused before minutes of work
     resolved, rank = open_device(device, timeout_s=tp_timeout)
     check_device(engine, resolved)
     names = None if subjects is None else tuple(name.strip() for name in subjects.split(",") if name.strip())
@@ -247,7 +254,8 @@ def _bench(
         loaded, title = open_model(*how, before_quantising)
         note_phase("serve")
         chosen = peers.choice
-        settings = replace(settings, subjects=chosen.subjects, peers=tuple(subjects), missing=chosen.missing)
+        settings = replace(settings, subjects=chosen.subjects, peers=tuple(subjects))
+        settings = replace(settings, missing={**settings.missing, **chosen.missing})
         more: dict[str, Any] = {"progress": progress, "peers": subjects, "apart": measured}
         report = bench(loaded, device, settings, title=title, references=references, **more)
     return replace(report, start=started)
@@ -263,25 +271,6 @@ def _pythons(asked: Sequence[str]) -> dict[str, str]:
             )
         found[name] = path
     return found
-
-
-def _check_positive(option: str, values: tuple[int, ...]) -> tuple[int, ...]:
-    if any(not 1 <= value < 2**31 for value in values):
-        raise UsageError(
-            f"{option} {','.join(map(number_text, values))}",
-            found="there is nothing below 1, and nothing above 2147483647",
-            remedy="pass whole numbers between",
-        )
-    return values
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
-    except ValueError:
-        raise UsageError(
-            f"{option} {text!r}", found="it is no list of whole numbers", remedy=f"write it like {option} 1,8,64"
-        ) from None
 
 
 def _write_json(report: BenchReport, path: Path, plot: Path | None) -> None:

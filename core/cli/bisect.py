@@ -60,7 +60,11 @@ def bisect(
     if as_json:
         print_json("core.verify.bisect/1", **facts, **_injected_json(inject, wrong, found), **found.to_json())
     else:
-        _print(found, wrong, facts)
+        from core.cli.reports.bisect import print_bisection
+
+        print_bisection(
+            console(), found, wrong.name if wrong is not None and not _was_found(wrong, found) else "", facts
+        )
     return 0 if found.passed else 1
 
 
@@ -182,32 +186,3 @@ def _was_found(wrong: Pass | None, found: Bisection) -> bool | None:
 def _injected_json(inject: str | None, wrong: Pass | None, found: Bisection) -> dict[str, Any]:
     fields = None if wrong is None else {"asked": inject, "pass": wrong.name, "found": _was_found(wrong, found)}
     return {"injected": fields}
-
-
-def _print(found: Bisection, wrong: Pass | None, facts: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    out = console()
-    out.print(found.headline(), style="bold", markup=False, soft_wrap=True)
-    if _was_found(wrong, found) is False:
-        assert wrong is not None
-        out.print(f"THE INJECTED PASS {wrong.name!r} WAS NOT FOUND AT FAULT; see its line below", markup=False)
-    for fault in found.faults[1:]:
-        out.print(f"also: {fault}", markup=False, soft_wrap=True)
-    examples = ", ".join(f"{count} of {phase}" for phase, count in facts["examples"].items())
-    out.print(
-        f"\n{facts['model']}, {facts['dtype']}, on {facts['device']} ({facts['plugin']}); "
-        f"cache {facts['cache']}; level {facts['level']}; "
-        f"sets of examples: {examples}\n",
-        markup=False,
-        soft_wrap=True,
-    )
-    table = Table("phase", "stage", "name", "outcome", "matched", "sites judged", "values", "worst ratio", "", box=None)
-    for step in found.steps:
-        sites = f"{step.num_sites}" + (f" + {step.num_whole} by the whole" if step.num_whole else "")
-        judged = [sites, str(step.num_values), f"{step.worst_ratio:.3g}"] if step.num_values else ["", "", ""]
-        outcome = {"nothing": "NOTHING JUDGED", "unjudged": "NOT JUDGED", "fault": "FAULT"}.get(
-            step.outcome, step.outcome
-        )
-        table.add_row(step.phase, step.kind, step.name, outcome, str(step.matched or ""), *judged, step.note)
-    out.print(table, markup=False)

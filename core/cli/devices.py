@@ -7,32 +7,26 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from core.cli.output import console, print_json, print_warnings
+from core.cli.reports.entries import Entry, print_entries
 from core.device import PluginInfo
 from core.host.probing import DeviceStatus
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from core.host.probing import DeviceScan
-
-_STYLES = {"available": "green", "unavailable": "dim", "blocked": "dim"}
 
 
 def devices(
     context: typer.Context, as_json: bool = typer.Option(False, "--json", help="Print JSON (core.devices/1).")
 ) -> None:
     """List the device plugins installed, and whether each device can be used here."""
-    # `main` starts and ends the scan, so the probes run while rich is imported.
+    # `main` starts and ends the scan, so the probes run while typer is imported.
     scan: DeviceScan = context.obj
-    table = None if as_json else _table()
     statuses = scan.statuses()
     warnings = scan.warnings
-    if table is None:
+    if as_json:
         print_json("core.devices/1", devices=[status_json(item) for item in statuses], warnings=list(warnings))
         return
-    for status in statuses:
-        table.add_row(*_cells(status))
-    console().print(table)
+    print_entries(console(), ("device", "state", "count", "plugin"), map(_entry, statuses))
     print_warnings(warnings)
     if not statuses:
         print_warnings(("no plugin is installed; core itself is not installed here: `pip install .` in its checkout",))
@@ -62,24 +56,10 @@ def plugin_json(info: PluginInfo) -> dict[str, Any]:
     }
 
 
-def _table() -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("device", "plugin", "state"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("count", justify="right")
-    for column in ("reason", "to do"):
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _cells(status: DeviceStatus) -> tuple[Any, ...]:
-    from rich.text import Text
-
-    # Text objects, since a reason may hold brackets that rich would read as markup.
+def _entry(status: DeviceStatus) -> Entry:
     count = "?" if status.device_count is None else str(status.device_count)
-    cells = (status.plugin.device, str(status.plugin), status.state, count, status.reason, status.hint)
-    style = _STYLES.get(status.state, "red")
-    return tuple(Text(cell, style=style if number == 2 else "") for number, cell in enumerate(cells))
+    return Entry(
+        cells=(status.plugin.device, status.state, count, str(status.plugin)),
+        state=status.state,
+        sentences=(status.reason, status.hint and f"to do: {status.hint}"),
+    )

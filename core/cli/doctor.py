@@ -11,7 +11,9 @@ import typer
 
 from core._version import __version__
 from core.cli.devices import plugin_json
-from core.cli.output import print_json, print_warnings
+from core.cli.output import console, print_json, print_warnings
+from core.cli.output import status as telling
+from core.cli.reports.entries import Entry, print_entries
 from core.host.probing import DeviceScan, DeviceStatus
 from core.host.workers.worker import Asked, WorkerResult
 from core.settings import Settings
@@ -41,10 +43,12 @@ def doctor(
     timeout_s: float = typer.Option(_TIMEOUT_S, "--timeout-s", min=1.0, help="Seconds each plugin may take to open."),
 ) -> None:
     """Import and open every plugin in a process of its own; exit with 1 if one is broken."""
-    with DeviceScan(Settings.from_environment(), ask_torch=True) as scan:
-        statuses = scan.statuses()
-        warnings = scan.warnings
-    diagnoses = diagnose(statuses, timeout_s)
+    with telling("probing devices", quiet=as_json) as say:
+        with DeviceScan(Settings.from_environment(), ask_torch=True) as scan:
+            statuses = scan.statuses()
+            warnings = scan.warnings
+        say("importing and opening each plugin")
+        diagnoses = diagnose(statuses, timeout_s)
     warnings += tuple(warning for diagnosis in diagnoses for warning in diagnosis.warnings)
     if as_json:
         print_json(
@@ -138,9 +142,13 @@ def _diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _print_text(diagnoses: list[Diagnosis]) -> None:
     print("  ".join(f"{name} {number or '(not installed)'}" for name, number in versions().items()))
-    for item in diagnoses:
-        print(f"{item.verdict:<12}{item.status.plugin.device}  (plugin {item.status.plugin})  {item.detail}")
-        if item.hint:
-            print(f"{'':<12}to do: {item.hint}")
-        for line in item.traceback.splitlines():
-            print(f"{'':<12}| {line}")
+    print_entries(console(), ("device", "verdict", "plugin"), map(_entry, diagnoses))
+
+
+def _entry(item: Diagnosis) -> Entry:
+    return Entry(
+        cells=(item.status.plugin.device, item.verdict, str(item.status.plugin)),
+        state=item.verdict,
+        sentences=(item.detail, item.hint and f"to do: {item.hint}"),
+        raw=item.traceback.splitlines(),
+    )

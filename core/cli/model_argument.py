@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import typer
 
+from core.cli.completion import device_names, one_of
 from core.engine.config import CACHES, KV_CACHE_DTYPES, OWN_HEADS, PHASES, Phase
-from core.engine.models.resolve import check_choice, check_dtype
+from core.engine.models.resolve import DTYPES, check_choice, check_dtype, check_type
 from core.errors import UsageError
 from core.paths import local_path
 
@@ -29,13 +30,21 @@ MODEL: Any = typer.Argument(
 )
 MODEL_OPTION: Any = typer.Option(None, "--model", metavar="FOLDER", hidden=True, help="A folder; the same as MODEL.")
 DEVICE: Any = typer.Option(
-    "auto", "--device", help="Device name, as `core devices` lists it; auto prefers an accelerator."
+    "auto",
+    "--device",
+    help="Device name, as `core devices` lists it; auto prefers an accelerator.",
+    autocompletion=device_names,
 )
-DTYPE: Any = typer.Option("auto", "--dtype", help="auto (the model's own), float32, bfloat16 or float16.")
+DTYPE: Any = typer.Option(
+    "auto",
+    "--dtype",
+    help="auto (the model's own), float32, bfloat16 or float16.",
+    autocompletion=one_of(DTYPES),
+)
 KV_CACHE_DTYPE: Any = typer.Option(
     "auto", "--kv-cache-dtype", help="auto (as keys and values are) or fp8: half the memory, by the model's own scales."
 )
-PHASE: Any = typer.Option(None, "--phase", help="decode or prefill; default: both.")
+PHASE: Any = typer.Option(None, "--phase", help="decode or prefill; default: both.", autocompletion=one_of(PHASES))
 CACHE: Any = typer.Option(
     "auto", "--cache", help="Graphs on the paged or the static cache; auto is what the engine runs the model on."
 )
@@ -115,7 +124,8 @@ def check_model_options(
     """Refuse, before torch is imported, options that no device and no model allows.
 
     model: a folder; a text without a separator may also name a model type. draft_model: a folder, or `OWN_HEADS`.
-    Raises `UsageError`, and `ModelError` for a folder that is not there.
+    Raises `UsageError`, also for a text that is no folder and can be no model type, and `ModelError` for a folder
+    that is not there.
     """
     from core.engine.models.checkpoint import check_folder
 
@@ -126,7 +136,8 @@ def check_model_options(
     if draft_model is not None and str(draft_model) != OWN_HEADS:
         check_folder(local_path(f"draft model {str(draft_model)!r}", draft_model))
     if isinstance(model, str) and os.sep not in model and not local_path(f"model {model!r}", model).exists():
-        return  # a model type, which transformers knows
+        check_type(model)
+        return
     if model is not None:
         check_folder(local_path(f"model {str(model)!r}", model))
 

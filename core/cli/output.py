@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -83,12 +83,29 @@ def print_items(items: Iterable[Any]) -> None:
         out.print(item, soft_wrap=not wraps, markup=False)
 
 
+_starting = ExitStack()
+"""Tells of a command's start until something else is told."""
+
+
+def start(*, quiet: bool) -> None:
+    """Tell on standard error that torch is being imported, if this takes long; `end_start`, `status` and `loading`
+    end it."""
+    if not quiet:
+        _starting.enter_context(phase_lines())("importing torch")
+
+
+def end_start() -> None:
+    """Tell no more of the start."""
+    _starting.close()
+
+
 @contextmanager
 def status(first: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Tell on standard error what is going on; yield a function that changes the text.
 
     A terminal shows one line that changes; elsewhere each text that stands for over a second is a line.
     """
+    end_start()
     from rich.console import Console
 
     terminal = Console(stderr=True)
@@ -180,8 +197,12 @@ def print_internal_error(error: Exception, *, as_json: bool, debug: bool) -> Non
 
 
 @contextmanager
-def loading(*, quiet: bool) -> Iterator[Progress]:
-    """Tell of loading and capture on standard error: by a bar on a terminal, else by a line for what takes long."""
+def loading(first: str, *, quiet: bool) -> Iterator[Progress]:
+    """Tell of loading and capture on standard error: by a bar on a terminal, else by a line for what takes long.
+
+    first: what is going on before anything is counted. A total of 0 means that the work is not counted.
+    """
+    end_start()
     from rich.console import Console
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
@@ -189,16 +210,26 @@ def loading(*, quiet: bool) -> Iterator[Progress]:
     console = Console(stderr=True)
     if not quiet and not console.is_terminal:
         with phase_lines() as say:
-            yield lambda what, done, total: say(f"{what} ({done} of {total} done)" if done < total else "")
+            say(first)
+            yield lambda what, done, total: say(_counted(what, done, total))
         return
     with Bar(console=console, transient=True, disable=quiet) as bar:
         tasks: dict[str, TaskID] = {}
 
         def progress(what: str, done: int, total: int) -> None:
             # "capture decode[8, 8]" and "capture prefill[…]" are steps of one bar.
-            stage = what.split(" ")[0]
+            stage = what.split(" ")[0] if total else what
             if stage not in tasks:
-                tasks[stage] = bar.add_task(what, total=total)
-            bar.update(tasks[stage], description=what, completed=done, total=total)
+                while tasks:
+                    bar.remove_task(tasks.popitem()[1])
+                tasks[stage] = bar.add_task(what, total=total or None)
+            bar.update(tasks[stage], description=what, completed=done, total=total or None)
 
+        progress(first, 0, 0)
         yield progress
+
+
+def _counted(what: str, done: int, total: int) -> str:
+    if not total:
+        return what
+    return f"{what} ({done} of {total} done)" if done < total else ""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from core.cli.completion import device_names
 from core.cli.output import console, print_json
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 
@@ -19,7 +20,9 @@ _STAGES = ("torch", "functional", "aten")  # the stages in their order; within e
 
 
 def passes(
-    device: str | None = typer.Option(None, help="Device name; default: the passes that every device gets."),
+    device: str | None = typer.Option(
+        None, help="Device name; default: the passes that every device gets.", autocompletion=device_names
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON (core.passes/1)."),
     with_pass: list[str] = WITH_PASS,
     only_pass: list[str] = ONLY_PASS,

@@ -14,6 +14,7 @@ from core.cli.model_argument import (
     ADAPTER,
     CALIBRATION,
     DETERMINISTIC,
+    DEVICE,
     DRAFT_MODEL,
     DTYPE,
     KV_CACHE_DTYPE,
@@ -30,7 +31,7 @@ from core.cli.model_argument import (
     one_model,
     parse_loras,
 )
-from core.cli.output import loading, print_core_error
+from core.cli.output import console, loading, print_core_error, print_json, status
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.cli.ranks import EXPERTS, TP, TP_TIMEOUT, check_experts, run_on_ranks, tried, whole_of, why_not_whole
 from core.common.collector import importing
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from core.engine.models.sharding import ExpertCut
     from core.engine.parallel.rank import Rank
     from core.engine.serve.engine import Engine
-    from core.engine.serve.prompts import Prompt
     from core.engine.serve.request import Completion
     from core.engine.steps.runner import EngineConfig
 
@@ -58,7 +58,7 @@ _LORA = "lora"
 def run(
     model: str | None = MODEL,
     model_option: str | None = MODEL_OPTION,
-    device: str = typer.Option("auto", help="Device name, as `core devices` lists it; auto prefers an accelerator."),
+    device: str = DEVICE,
     prompt: list[str] = typer.Option([DEFAULT_PROMPT], help="Text to continue; repeat for a batch."),
     max_new_tokens: int = typer.Option(48, help="Tokens to generate per prompt."),
     temperature: float = typer.Option(0.0, help="0 is greedy."),
@@ -95,7 +95,7 @@ def run(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead (docs/json.md)."),
 ) -> int:
     """Generate text with any transformers causal LM on one device, and check it against eager."""
-    from core.cli.run_output import print_json_of, print_table
+    from core.cli.reports.run import generate, json_of, print_table
     from core.engine.config import SamplingParams
     from core.engine.steps.runner import EngineConfig
     from core.host.selection import check_name
@@ -122,7 +122,8 @@ def run(
     check_name(device)  # before anything that imports torch
     if (code := run_on_ranks(tp, tp_timeout, draft_model=draft_model, lora=lora)) is not None:
         return code
-    with loading(quiet=as_json or own_rank() > 0) as progress:
+    quiet = as_json or own_rank() > 0
+    with loading("importing torch", quiet=quiet) as progress:
         with importing():
             from core.engine.lora.merged import why_not
             from core.engine.models.quantizing import Quantize
@@ -143,14 +144,15 @@ def run(
             return 0
         if lora is not None:
             engine.load_lora(_LORA, lora)
-        completions = _generate(engine, prompt, params, stream=not as_json)
+        completions = generate(engine, prompt, params, stream=not as_json)
         skipped = why_not_whole(engine.loaded, rank, oracle) if check else "--no-check"
         skipped = skipped or next((why_not(engine.loaded.model, each) for each in engine.loras.values()), "")
-        comparison = None if skipped else _compare(engine, completions, oracle, whole_of(load, rank, how))
+        with status("comparing with the eager model", quiet=quiet):
+            comparison = None if skipped else _compare(engine, completions, oracle, whole_of(load, rank, how))
         if as_json:
-            print_json_of(engine, completions, comparison, rank)
+            print_json("core.run/1", **json_of(engine, completions, comparison, rank))
         else:
-            print_table(engine, comparison, rank, skipped)
+            print_table(console(), engine, comparison, rank, skipped)
     return 0 if comparison is None or comparison.passed else 1
 
 
@@ -183,6 +185,7 @@ def _engine(
 ) -> Engine:
     """Load the model, and compile for just these prompts: one bucket for prefill, one for decode."""
     with importing():
+        from core.cli.reports.run import for_model
         from core.compilation.cache.store import Store
         from core.engine.models.hf import import_transformers
         from core.engine.parallel.rank import note_phase
@@ -190,14 +193,18 @@ def _engine(
         from core.engine.serve.prompts import encode_prompts
         from core.settings import Settings
 
+        progress("importing transformers", 0, 0)
         import_transformers()
     note_phase("load")
     if config.options.cache and Settings.from_environment().cache:
         Store.of_user().keep_kernels(resolved.kernel_compilers)
     check_device(config, resolved)  # refuse options that the device lacks before the model is loaded
+    progress(f"preparing {resolved.name}", 0, 0)
     resolved.parts.prepare()
+    progress("loading the model", 0, 0)
     loaded = load(rank=rank)
-    encoded = encode_prompts(_for_model(prompts, loaded), loaded, [params] * len(prompts))
+    progress("making the engine", 0, 0)
+    encoded = encode_prompts(for_model(prompts, loaded), loaded, [params] * len(prompts))
     num_tokens = sum(len(e.token_ids) for e in encoded)
     longest = max(len(e.token_ids) + e.max_new_tokens for e in encoded)
     config = replace(
@@ -245,39 +252,6 @@ def _device_fault(loaded: LoadedModel, device: Device, prompt: Sequence[int], at
         return probe_device(loaded.model, device.name, prompt, attention)
     except Exception:  # a model that fails by itself keeps the engine's own reason
         return ""
-
-
-def _for_model(prompts: Sequence[str], loaded: LoadedModel) -> Sequence[Prompt]:
-    """Return the prompts; for a model type, which is built without a tokenizer, their bytes as token ids."""
-    if loaded.tokenizer is not None or loaded.tokenizer_error is not None:
-        return prompts
-    return [[byte % loaded.vocab_size for byte in prompt.encode(errors="surrogateescape")] for prompt in prompts]
-
-
-def _generate(engine: Engine, texts: Sequence[str], params: Any, *, stream: bool) -> list[Completion]:
-    """Generate, and with one prompt print its text as it comes; with several, each as a whole at the end.
-
-    Without a tokenizer there is no text, and token ids are printed.
-    """
-    import sys
-
-    def write(_: int, piece: str) -> None:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-
-    prompts, has_text = _for_model(texts, engine.loaded), engine.loaded.tokenizer is not None
-    lora = next(iter(engine.loras), None)
-    if stream and has_text and len(texts) == 1:
-        write(0, texts[0])
-        completions = engine.generate(prompts, params, on_text=write, lora=lora)
-        write(0, "\n\n")
-        return completions
-    completions = engine.generate(prompts, params, lora=lora)
-    if stream:
-        for index, (text, completion) in enumerate(zip(texts, completions, strict=True)):
-            ids = ", ".join(map(str, completion.token_ids))
-            print(f"[{index}] {text}{completion.text}\n" if has_text else f"[{index}] token ids: {ids}\n")
-    return completions
 
 
 def _compare(

@@ -175,9 +175,10 @@ def _serve(
         from core.engine.http.server import bind
         from core.engine.http.server import serve as run
     except ModuleNotFoundError as error:
-        raise UsageError(
-            "core serve", found=f"the module {error.name!r} is not installed", remedy="pip install 'core[hf,serve]'"
-        ) from None
+        from core.host.distributions.installing import pip_install
+
+        found = f"the module {error.name!r} is not installed"
+        raise UsageError("core serve", found=found, remedy=pip_install("hf", "serve")) from None
     with importing():
         from core.engine.models.quantizing import Quantize
         from core.engine.parallel.rank import own_rank

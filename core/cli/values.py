@@ -55,6 +55,27 @@ def number_text(value: int) -> str:
     return str(value) if value.bit_length() < 200 else f"a number of {value.bit_length()} bits"
 
 
+def check_positive(option: str, values: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the values of an option; raise `UsageError` for one that is no size."""
+    if any(not 1 <= value < 2**31 for value in values):
+        raise UsageError(
+            f"{option} {','.join(map(number_text, values))}",
+            found="there is nothing below 1, and nothing above 2147483647",
+            remedy="pass whole numbers between",
+        )
+    return values
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """Return the numbers of a list with commas, each once; raise `UsageError` for what is none."""
+    try:
+        return tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
+    except ValueError:
+        raise UsageError(
+            f"{option} {text!r}", found="it is no list of whole numbers", remedy=f"write it like {option} 1,8,64"
+        ) from None
+
+
 def _label(name: str, declared: Any) -> str:
     """Return a parameter's spelling on the command line."""
     given = [each for each in getattr(declared, "param_decls", None) or () if each.startswith("--")]

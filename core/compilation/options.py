@@ -26,7 +26,7 @@ Verify = Literal["off", "sample", "full"]
 Deterministic = Literal["batch"]
 Oversized = Literal["eager", "error", "split"]
 Progress = Callable[[str, int, int], None]
-"""Called as `progress(what, done, total)` while buckets are captured; on the first rank only."""
+"""Called as `progress(what, done, total)` while phases are traced and buckets captured; on the first rank only."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
@@ -98,7 +98,7 @@ class CompileOptions:
     #: Whether to keep finished graphs on disk and reuse them while nothing they depend on has changed (docs/cache.md).
     #: `CORE_CACHE=0` overrules it. None is the caller's default: an engine caches, `core.compile` does not.
     cache: bool | None = None
-    #: Called before each capture and once after the last.
+    #: Called before each trace, before each capture, and once after the last capture.
     progress: Progress | None = None
 
     def __post_init__(self) -> None:

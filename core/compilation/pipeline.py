@@ -146,8 +146,12 @@ class _Pipeline:
 
     def run(self) -> tuple[dict[str, Phase], dict[GraphKey, CapturedBucket]]:
         """Prepare and capture all phases; return the mode of each, and the captured buckets."""
-        prepared = {name: self._prepare(name, modes) for name, modes in self._request.candidates.items()}
-        tell = on_first_rank(self._options.progress)
+        tell, candidates = on_first_rank(self._options.progress), self._request.candidates
+        prepared: dict[str, _Prepared] = {}
+        for index, (name, modes) in enumerate(candidates.items()):
+            if self._request.runs_trace(modes[0]):
+                tell(f"trace {name}", index, len(candidates))
+            prepared[name] = self._prepare(name, modes)
         while True:
             order = capture_order({name: keys for name, (_, keys, _) in prepared.items()})
             captured: dict[GraphKey, CapturedBucket] = {}

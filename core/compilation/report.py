@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from core.compilation.rewrite.pass_report import PassReport
 
 _SINGULAR = {"passes": "pass"}
+_TOLD_S = 0.1
+"""Parts of a start that took less are summed up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +147,23 @@ class ProgramReport:
         """How many buckets were captured."""
         return len(self.buckets)
 
+    def time_text(self, total_s: float) -> str:
+        """Return where a start of so many seconds went, the longest part first; of what was cached nothing is told.
+
+        Graphs are lowered in threads of their own, so that parts may add up to more than the start.
+        """
+        made = [trace for trace in self.traces if not trace.cached]
+        parts = {
+            "tracing": sum(trace.trace_s for trace in made),
+            "passes": sum(trace.passes_s + trace.aten_s for trace in made),
+            "lowering": sum(bucket.lower_s for bucket in self.buckets),
+            "capturing": self.capture_s,
+        }
+        parts["the rest"] = total_s - sum(parts.values())
+        told = sorted((item for item in parts.items() if item[1] >= _TOLD_S), key=lambda item: -item[1])
+        each = ", ".join(f"{name} {seconds:.1f}" for name, seconds in told)
+        return f"{total_s:.1f} s" + (f": {each}" if len(told) > 1 else "")
+
     def to_json(self) -> dict[str, object]:
         """Return the report as JSON-ready values; keys are written as text, `decode[8, 8]`."""
         document = asdict(self)
@@ -177,8 +196,7 @@ class ProgramReport:
             lines += [f"    {line}" for line in _measured_lines(trace)]
             told = [p for p in trace.passes if _has_news(p)]
             lines += [f"    {p.summary()}" for p in told]
-            if quiet := len(trace.passes) - len(told):
-                lines.append(f"    {quiet} {'other ' if told else ''}passes matched nothing")
+            lines += _quiet_line(trace.passes, bool(told))
         for bucket in self.buckets:
             lines.append(
                 f"  {bucket.key}: lowered in {bucket.lower_s:.2f} s, captured in {bucket.capture_s:.2f} s, "
@@ -205,14 +223,16 @@ class ProgramReport:
                 continue
             used = {key: count for key, count in self.replays.items() if key.phase == phase and count}
             each = ", ".join(f"{key}: {count}" for key, count in used.items())
-            lines.append(f"  served {phase}: {sum(used.values())} replays" + (f" ({each})" if each else ""))
+            lines.append(f"  served {phase}: {counted(sum(used.values()), 'replays')}" + (f" ({each})" if each else ""))
         eager, compiled = sum(self.fallbacks.values()), sum(self.compiles.values())
         if any(mode != "off" for mode in self.modes.values()):
-            lines.append(f"  {eager} eager calls, {compiled} compiles while serving")
-        lines += [f"  {count} replays of {which}" for which, count in self.stand_ins.items()]
-        lines += [f"  oversized calls, {count} times: {what}" for what, count in self.oversized.items()]
-        lines += [f"  ran eagerly {count} times: {reason}" for reason, count in self.fallbacks.items()]
-        return lines + [f"  compiled while serving, {count} times: {name}" for name, count in self.compiles.items()]
+            lines.append(f"  {counted(eager, 'eager calls')}, {counted(compiled, 'compiles')} while serving")
+        lines += [f"  {counted(count, 'replays')} of {which}" for which, count in self.stand_ins.items()]
+        lines += [f"  {counted(count, 'oversized calls')}: {what}" for what, count in self.oversized.items()]
+        lines += [f"  ran eagerly {counted(count, 'times')}: {reason}" for reason, count in self.fallbacks.items()]
+        return lines + [
+            f"  compiled while serving, {counted(count, 'times')}: {name}" for name, count in self.compiles.items()
+        ]
 
 
 def _origin(trace: TraceReport) -> str:
@@ -230,8 +250,21 @@ def _measured_lines(trace: TraceReport) -> list[str]:
 
 
 def _has_news(report: PassReport) -> bool:
-    """Tell whether a pass did anything, or had near-misses, that the report should name."""
-    return bool(report.matched or report.error or report.skipped or report.near_misses or report.expected)
+    """Tell whether a pass did anything, or had near-misses, that the report should name.
+
+    A pass that was skipped did nothing: on each device and model many are, and `to_json` has the reasons.
+    """
+    return bool(report.matched or report.error or report.near_misses or report.expected)
+
+
+def _quiet_line(passes: Sequence[PassReport], others: bool) -> list[str]:
+    """Return a line that counts the passes without news; none where there are none. others: whether any has news."""
+    quiet = [each for each in passes if not _has_news(each)]
+    skipped = sum(bool(each.skipped) for each in quiet)
+    if not quiet:
+        return []
+    said = f"    {len(quiet)} {'other ' if others else ''}{'pass' if len(quiet) == 1 else 'passes'} matched nothing"
+    return [f"{said}, {skipped} of them skipped" if skipped else said]
 
 
 def counted(count: int, plural: str) -> str:

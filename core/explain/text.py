@@ -39,12 +39,12 @@ def renderables(explanation: Explanation, *, full: bool = False) -> Iterator[Any
     from rich.text import Text
 
     for name, value in header(explanation):
-        yield Text.assemble((f"{name:<9}", "bold"), value)
+        yield Text.assemble((f"{name:<9}", "bold"), value, no_wrap=False)
     if explanation.quantization is not None:
         yield from layer_errors.renderables(explanation.quantization, full=full)
     for phase in explanation.phases:
         yield Text()
-        yield Text.assemble((phase.phase, "bold"), f": {phase_summary(phase)}")
+        yield Text.assemble((phase.phase, "bold"), f": {phase_summary(phase)}", no_wrap=False)
         for stage in phase.stages:
             yield Text.assemble((f"stage {stage.stage}", "bold"), f": {stage_summary(stage)}")
             yield from _passes(stage)

@@ -102,8 +102,15 @@ def test_the_table_shows_figures_floor_and_references(report: BenchReport) -> No
     text = _text(report)
     lines = text.splitlines()
     assert any(line.startswith("decode/2") and "floor (bytes)" in line for line in lines)
-    assert any(line.split()[0] == "others" and "3.000" in line and "given" in line for line in lines)
-    assert "10 tokens equal; logits hold T1" in text and "1 token equal; logits hold T1" in text
+    assert any(line.split()[:3] == ["others", "3.000", "given"] for line in lines)
+    assert "core, decode/2: 10 tokens equal; logits hold T1" in text and "1 token equal; logits hold T1" in text
+
+
+def test_the_table_fits_80_columns(report: BenchReport) -> None:
+    wide = _text(report, width=220).splitlines()
+    start = next(number for number, line in enumerate(wide) if line.startswith("decode/2"))
+    rows = [line for line in wide[start - 2 :] if line.split()[0] in ("decode/2", "eager", "core", "others", "ms")]
+    assert len(rows) > 6 and max(len(line.rstrip()) for line in rows) <= 80
 
 
 def test_failures_and_different_tokens_are_said(report: BenchReport) -> None:
@@ -120,12 +127,12 @@ def test_failures_and_different_tokens_are_said(report: BenchReport) -> None:
     assert failed(broken) and "BREAK T1: error over bound" in _text(broken)
 
 
-def _text(report: BenchReport) -> str:
+def _text(report: BenchReport, width: int = 220) -> str:
     from io import StringIO
 
     from rich.console import Console
 
-    out = Console(file=StringIO(), width=220)
+    out = Console(file=StringIO(), width=width)
     for item in renderables(report):
         out.print(item, markup=False)
     return str(out.file.getvalue())  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@ COMMON = ("bisect", "llama", "--device", "cpu", "--phase", "decode", "--lowering
 TWO = ("--only-pass", "lift_rms_norm", "--only-pass", "fuse_add_rms_norm")
 
 WRONG = planted("norm-eps")
+INJECT_IDLE = ("--inject", "tests.cli.test_bisect:IDLE")
 IDLE = Pass(name="acme_idle", run=lambda context: PassResult(matched=0), owner="acme")
 
 
@@ -102,7 +103,8 @@ def test_a_planted_mistake_is_the_first_line_and_the_exit_code(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("FAULT: pass 'lift_rms_norm' of core with planted 'norm-eps' breaks decode at ")
     assert "model.layers.1.input_layernorm, node rms_norm_default_2: error over bound" in lines[0]
-    assert any("lift_rms_norm" in line and "FAULT" in line and "undone" in line for line in lines[2:])
+    assert any("lift_rms_norm" in line and "FAULT" in line for line in lines[2:])
+    assert any(line.startswith("pass lift_rms_norm: it was undone") for line in lines[2:])
     told = [record for record in caplog.records if record.name == "core.passes" and record.levelno > logging.INFO]
     assert not told, "the report says it; the log need not"
     assert logging.getLogger("core.passes").level == logging.NOTSET
@@ -118,9 +120,25 @@ def test_the_json_of_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_injected_pass_that_does_nothing_wrong_is_loud(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMON, *TWO, "--only-pass", "acme_idle", "--inject", "tests.cli.test_bisect:IDLE"]) == 0
+    assert main([*COMMON, *TWO, "--only-pass", "acme_idle", *INJECT_IDLE]) == 0
     out = capsys.readouterr().out
     assert "THE INJECTED PASS 'acme_idle' WAS NOT FOUND AT FAULT" in out and "it matched nothing" in out
+
+
+def test_the_table_fits_80_columns_and_what_was_skipped_stands_below_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*COMMON, *TWO, "--only-pass", "lift_rotary_table", "--only-pass", "acme_idle", *INJECT_IDLE]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("decode "))
+    table = lines[start : lines.index(next(line for line in lines if line.startswith("skipped: ")))]
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    assert [line.split()[:3] for line in table[1:3]] == [
+        ["pass", "lift_rms_norm", "ok"],
+        ["pass", "fuse_add_rms_norm", "ok"],
+    ]
+    assert not any("acme_idle" in line for line in table)
 
 
 def test_the_mistakes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

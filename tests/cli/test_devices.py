@@ -62,11 +62,28 @@ def test_the_table_shows_every_device_with_reason_and_hint(
     assert main(["devices"]) == 0
     out, err = capsys.readouterr()
     lines = {words[0]: words for line in out.splitlines() if (words := line.split())}
-    assert lines["acme"] == ["acme", "acme-device", "1.0", "unavailable", "0", "[no]", "card", "buy"]
-    assert lines["other"][3:5] == ["available", "?"]
-    assert lines["cpu"][3:5] == ["available", "1"]
-    assert lines["npu"][3] == "blocked"
+    assert lines["acme"] == ["acme", "unavailable", "0", "acme-device", "1.0"]
+    assert "\n        [no] card\n        to do: buy\n" in out
+    assert lines["other"][1:3] == ["available", "?"]
+    assert lines["cpu"][1:3] == ["available", "1"]
+    assert lines["npu"][1] == "blocked"
     assert "warning: CORE_PLUGINS_DISABLE names 'typo'" in err
+
+
+def test_long_reasons_fit_a_page_of_80_columns_and_wrap_by_words(
+    install_vendor: InstallVendor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "the driver's library cannot be loaded: " + "no such file or directory; " * 6
+    install_vendor(
+        probe=f"def probe():\n    return Probe(available=False, device_count=0, reason={reason!r}, hint='x')"
+    )
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["devices"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("acme")) + 1
+    end = next(number for number, line in enumerate(lines) if line.endswith("to do: x"))
+    assert max(map(len, lines)) <= 80 and end - start == 3
+    assert " ".join(line.strip() for line in lines[start:end]) == reason.strip()
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -10,7 +12,9 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from core.cli import main
 from core.engine.models.assets import embedded_model
-from core.engine.models.resolve import resolve_model
+from core.engine.models.resolve import check_type, resolve_model
+from core.engine.models.tiny import causal_lm_types
+from core.errors import UsageError
 from tests.support import cpu
 
 
@@ -54,3 +58,21 @@ def test_two_names_of_the_model_are_refused(capsys: pytest.CaptureFixture[str]) 
 def test_a_type_is_built_for_a_server() -> None:
     loaded, name = resolve_model("llama", cpu(), "auto")
     assert name == "llama, built tiny with random weights" and loaded.tokenizer is None
+
+
+def test_no_type_that_transformers_knows_is_refused_before_it_is_imported() -> None:
+    for each in causal_lm_types():
+        check_type(each)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("lama", "did you mean the type 'llama'?"), ("nowhere", "pass a folder or a model type such as 'llama'")],
+)
+def test_what_can_be_no_type_is_refused_without_torch(name: str, remedy: str) -> None:
+    with pytest.raises(UsageError, match=f"model '{name}'") as refused:
+        check_type(name)
+    assert refused.value.remedy == remedy
+    code = "import sys; from core.cli import main; main(['run', sys.argv[1]]); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and remedy in done.stderr, done.stderr

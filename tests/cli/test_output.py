@@ -12,7 +12,7 @@ import pytest
 
 from core._version import __version__
 from core.cli import COMMANDS, main, output
-from core.cli.output import console, print_json, status
+from core.cli.output import console, loading, print_json, status
 
 
 def test_numbers_that_json_has_not_become_null(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,11 +53,24 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith(f"core {__version__}, Python 3.")
 
 
-def test_a_shell_can_complete_commands() -> None:
-    shell = {"_CORE_COMPLETE": "complete_bash", "COMP_WORDS": "core de", "COMP_CWORD": "1"}
-    command = [sys.executable, "-c", "import sys; from core.cli import main; sys.exit(main())"]
-    done = subprocess.run(command, env=os.environ | shell, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == [name for name in COMMANDS if name.startswith("de")], done.stderr
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("core de", [name for name in COMMANDS if name.startswith("de")]),
+        ("core run --de", ["--device", "--deterministic"]),
+        ("core conformance --device c", ["cpu", "cuda"]),
+        ("core passes --device n", ["npu"]),
+        ("core explain --dtype b", ["bfloat16"]),
+    ],
+)
+def test_a_shell_can_complete_commands_options_and_values(line: str, completed: list[str]) -> None:
+    shell = {"_CORE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    code = "import sys; from core.cli import main; code = main(); sys.exit('torch' if 'torch' in sys.modules else code)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | shell, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == completed, done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_takes_long_is_a_line_where_no_terminal_is(
@@ -76,3 +89,47 @@ def test_what_takes_long_is_a_line_where_no_terminal_is(
         say("quiet too")
         time.sleep(0.1)
     assert shown == "core: long\n" and capsys.readouterr().err == ""
+
+
+def test_loading_tells_a_line_of_what_takes_long_counted_or_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_LONG_S", 0.0)
+
+    def told(after: int) -> list[str]:
+        deadline, shown = time.monotonic() + 30, ""
+        while shown.count("\n") < after and time.monotonic() < deadline:
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
+        return shown.splitlines()
+
+    with loading("importing torch", quiet=False) as progress:
+        assert told(1) == ["core: importing torch"]
+        progress("loading the model", 0, 0)
+        assert told(1) == ["core: loading the model"]
+        progress("capture decode[8]", 1, 2)
+        assert told(1) == ["core: capture decode[8] (1 of 2 done)"]
+        progress("capture", 2, 2)
+    with loading("quiet", quiet=True) as progress:
+        progress("capture", 0, 2)
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_slow_start_is_told_until_something_else_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_LONG_S", 0.1)
+    for other in (lambda: status("next", quiet=False), lambda: loading("next", quiet=False)):
+        output.start(quiet=False)
+        with other():
+            pass
+    output.start(quiet=False)
+    output.end_start()
+    output.start(quiet=True)
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+    output.start(quiet=False)
+    time.sleep(0.3)
+    output.end_start()
+    assert capsys.readouterr().err == "core: importing torch\n"

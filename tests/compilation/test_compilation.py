@@ -258,10 +258,11 @@ def test_a_lowering_for_any_size_is_asked_once_per_trace() -> None:
         assert torch.equal(program(x=torch.ones(count, 2)), torch.full((count, 2), 6.0))
 
 
-def test_progress_counts_the_captures() -> None:
+def test_progress_counts_the_traces_and_the_captures() -> None:
     told: list[tuple[str, int, int]] = []
     compiled(progress=lambda *step: told.append(step))
-    assert told == [("capture main[8]", 0, 2), ("capture main[4]", 1, 2), ("capture", 2, 2)]
+    captures = [("capture main[8]", 0, 2), ("capture main[4]", 1, 2), ("capture", 2, 2)]
+    assert told == [("trace main", 0, 1), *captures]
     told.clear()
     compiled(mode="off", progress=lambda *step: told.append(step))
     assert told == []

@@ -44,7 +44,7 @@ def test_eager_calls_are_counted_at_each_call(caplog: pytest.LogCaptureFixture) 
     (what,) = report.oversized
     assert report.oversized[what] == 3 == sum(report.fallbacks.values())
     assert what == "main: no bucket is that large; the largest is main[4]: run eagerly"
-    assert f"oversized calls, 3 times: {what}" in str(report)
+    assert f"3 oversized calls: {what}" in str(report)
     assert report.to_json()["oversized"] == {what: 3}
 
 

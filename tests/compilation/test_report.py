@@ -96,25 +96,31 @@ def test_the_text_says_what_was_served() -> None:
     lines = lines_of(served)
     assert "served decode: 7 replays (decode[8, 4]: 3, decode[2, 4]: 4)" in lines
     assert "served prefill: eagerly, not counted (mode off)" in lines
-    assert "3 eager calls, 1 compiles while serving" in lines
-    assert "ran eagerly 2 times: too large" in lines and "compiled while serving, 1 times: f" in lines
+    assert "3 eager calls, 1 compile while serving" in lines
+    assert "ran eagerly 2 times: too large" in lines and "compiled while serving, 1 time: f" in lines
 
 
 def test_passes_that_matched_nothing_are_one_line_and_others_keep_theirs() -> None:
     idle = replace(PASS, name="idle", matched=0, expected=None, near_misses=())
     told = (
         replace(idle, name="undone", error="it raised"),
-        replace(idle, name="skipped", skipped="no tokens"),
         replace(idle, name="near", near_misses=PASS.near_misses),
         replace(idle, name="owed", expected=2),
     )
+    skipped = replace(idle, name="skipped", skipped="no tokens")
     trace = report().traces[0]
-    lines = lines_of(replace(report(), traces=(replace(trace, passes=(idle, PASS, *told, replace(idle, name="b"))),)))
+    lines = lines_of(replace(report(), traces=(replace(trace, passes=(idle, PASS, *told, skipped)),)))
     assert [line.split(":")[0] for line in lines if line.startswith("pass ")] == [
         f"pass {each.name}" for each in (PASS, *told)
     ]
-    assert "2 other passes matched nothing" in lines
-    assert "1 passes matched nothing" in lines_of(replace(report(), traces=(replace(trace, passes=(idle,)),)))
+    assert "2 other passes matched nothing, 1 of them skipped" in lines
+    assert "1 pass matched nothing" in lines_of(replace(report(), traces=(replace(trace, passes=(idle,)),)))
+
+
+def test_the_time_of_a_start_is_told_by_its_parts() -> None:
+    assert report().time_text(2.0) == "2.0 s: tracing 1.0, capturing 0.5, the rest 0.3, lowering 0.2"
+    cached = replace(report(), traces=tuple(replace(trace, cached=True) for trace in report().traces), buckets=())
+    assert cached.time_text(0.4) == "0.4 s"
 
 
 def test_json_holds_everything_and_survives_a_round_trip() -> None:

@@ -193,6 +193,7 @@ def test_the_example_device_runs_a_model(environment: Environment) -> None:
     assert rows["programs"].startswith("decode full, prefill piecewise; lowering inline")
     assert rows["greedy tokens"].startswith("equal to eager")
     assert rows["max logits error"].endswith("criterion T1 holds")
+    assert list(rows)[:3] == ["greedy tokens", "max logits error", "tokens/s, eager"]  # what matters comes first
 
 
 def test_a_probe_that_hangs(environment: Environment) -> None:

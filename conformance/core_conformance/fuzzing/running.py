@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 
 from core.common.ops.quantize.symmetric import RANGES
+from core.host.distributions.installing import pip_install
 from core.verify.execution import error_line
 from core_conformance.dtypes import dtype_name
 from core_conformance.outcome import Measurement
@@ -70,7 +71,7 @@ def run_examples(trial: Trial, example: Example) -> int:
         from hypothesis.errors import Flaky, Unsatisfiable
         from hypothesis.strategies import data
     except ImportError:
-        raise Skip("hypothesis is not installed; pip install 'core[conformance]'") from None
+        raise Skip(f"hypothesis is not installed; {pip_install('conformance')}") from None
     examples = _Examples(trial, example)
     chosen = settings(
         max_examples=trial.fuzz,

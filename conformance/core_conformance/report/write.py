@@ -12,6 +12,7 @@ from typing import Any
 
 from core.cli.output import json_text
 from core.errors import UsageError
+from core.host.distributions.installing import pip_install
 from core_conformance.report.report import SCHEMA, Report
 
 STANDARD_OUTPUT = Path("-")
@@ -100,9 +101,8 @@ def _invalid(document: Mapping[str, Any]) -> str:
         from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
         from jsonschema.exceptions import best_match  # type: ignore[import-untyped]
     except ImportError:
-        raise UsageError(
-            "read a report", found="jsonschema is not installed", remedy="pip install 'core[conformance]'"
-        ) from None
+        remedy = pip_install("conformance")
+        raise UsageError("read a report", found="jsonschema is not installed", remedy=remedy) from None
     error = best_match(Draft202012Validator(json_schema()).iter_errors(document))
     return "" if error is None else f"{error.json_path}: {error.message[:300]}"
 

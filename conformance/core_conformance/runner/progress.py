@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +17,12 @@ from core_conformance.case import AREAS, CaseInfo
 from core_conformance.outcome import BAD, Outcome
 from core_conformance.report.overview import counts_text, seconds_text
 
+_SILENCE_S = 20.0
+
 
 class Progress:
-    """Tells how far a run is, on standard error: a bar on a terminal, else one line per finished area.
+    """Tells how far a run is, on standard error: a bar on a terminal, else one line per finished area, and one at least
+    every `_SILENCE_S` seconds in which a case ended.
 
     Use as a context manager around `running.run`, which calls `collected` and `finished`. console: another place than
     standard error.
@@ -29,6 +33,7 @@ class Progress:
         self._seen: dict[str, dict[str, Outcome]] = {area: {} for area in AREAS}
         self._console = Console(stderr=True, highlight=False) if console is None else console
         self._num_bad = 0
+        self._told_s = time.monotonic()
         self._bar = Bar(
             BarColumn(24),
             MofNCompleteColumn(),
@@ -73,7 +78,16 @@ class Progress:
         self._num_bad += outcome.status in BAD
         bad = f"{self._num_bad} failed" if self._num_bad else ""
         self._bar.update(self._task, advance=1, description=outcome.id, bad=bad)
-        if not left and not self._console.is_terminal:
+        if self._console.is_terminal:
+            return
+        if not left:
             numbers = counts_text(Counter(each.status for each in seen.values()))
             took = seconds_text(sum(each.elapsed_s for each in seen.values()))
-            self._console.print(f"{outcome.area}: {numbers} ({took})", markup=False, soft_wrap=True)
+            self._tell(f"{outcome.area}: {numbers} ({took})")
+        elif time.monotonic() - self._told_s > _SILENCE_S:
+            done, open_ = (sum(map(len, cases.values())) for cases in (self._seen, self._left))
+            self._tell(f"{done} of {done + open_} cases done{f', {bad}' if bad else ''}")
+
+    def _tell(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+        self._told_s = time.monotonic()

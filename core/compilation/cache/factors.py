@@ -60,6 +60,10 @@ def compiler_packages(device: Device) -> frozenset[str]:
     return frozenset(compiler.package for compiler in device.kernel_compilers) - {""}
 
 
+_EXTRAS_OF_TOOLS = frozenset({"dev", "test", "tests", "docs", "conformance", "serve", "structured"})
+"""Extras of a plugin's distribution whose packages take no part in a trace or a kernel."""
+
+
 def factors_of(request: CompileRequest, passes: Sequence[Pass], packages: frozenset[str]) -> Factors:
     """Return the factors of a program. passes: those that may run, in order. packages: those of its device's plugin."""
     device, options, table = request.device, request.options, request.table
@@ -137,7 +141,13 @@ def _required(distribution: str) -> set[str]:
         lines = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:
         return set()
-    return {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines}
+    return {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines if not _is_of_tools(line)}
+
+
+def _is_of_tools(requirement: str) -> bool:
+    """Tell whether a requirement is one of an extra of tools, none of which a program runs: they come and go."""
+    extra = re.search(r"extra\s*==\s*['\"]([\w.-]+)['\"]", requirement)
+    return extra is not None and extra[1] in _EXTRAS_OF_TOOLS
 
 
 def source_factors(packages: Iterable[str]) -> dict[str, str]:

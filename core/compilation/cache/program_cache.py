@@ -188,7 +188,7 @@ class ProgramCache:
 
     def _explain_miss(self, nearest: tuple[str, list[Difference]] | None, damaged: str) -> None:
         if nearest is None:
-            reason = damaged or "no entry of this model yet"
+            reason = damaged or "no entry of this model on this device yet"
             log.info("compile cache: miss: %s", reason)
             self.report = replace(self.report, reason=reason)
             return

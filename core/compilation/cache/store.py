@@ -139,7 +139,10 @@ class Store:
         self._whole.remove(self.folder / name)
 
     def nearest(self, factors: Factors, *, most: int = 16) -> tuple[str, list[Difference]] | None:
-        """Return the key of the readable entry of the same model that differs least, with the differences; or None."""
+        """Return the key of the readable entry of the same model and device that differs least, and the differences.
+
+        None where there is no such entry: that of another device differs in everything.
+        """
         best: tuple[int, str, list[Difference]] | None = None
         for entry in self.entries()[:most]:
             with suppress(Damaged):
@@ -147,6 +150,8 @@ class Store:
                     continue
                 stored = read_factors(entry.path)
                 if not {*stored.get("model", {}).values()} & {*factors.get("model", {}).values()}:
+                    continue
+                if stored.get("device", {}).get("name") != factors.get("device", {}).get("name"):
                     continue
                 found = differences(stored, factors)
                 if best is None or len(found) < best[0]:

@@ -14,6 +14,7 @@ from typing import Any
 from core.common.collector import paused
 from core.engine.models.checkpoint import Progress
 from core.errors import ModelError, one_line
+from core.host.distributions.installing import pip_install
 
 
 def import_transformers() -> ModuleType:
@@ -27,7 +28,7 @@ def import_transformers() -> ModuleType:
         raise ModelError(
             "load a transformers model",
             found=f"the module {error.name!r} is not installed",
-            remedy="pip install '.[hf]'",
+            remedy=pip_install("hf"),
         ) from None
     return transformers
 

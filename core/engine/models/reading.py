@@ -86,7 +86,10 @@ def _conversion_problem(logged: list[str]) -> str | None:
 def load_tokenizer(checkpoint: Checkpoint) -> tuple[Any | None, ModelError | None]:
     """Return the tokenizer, or the error that says why there is none. A model without one takes token ids."""
     asked = f"use text with model {str(checkpoint.path)!r}"
-    remedy = "put the model's tokenizer files there, or pass prompts as lists of token ids"
+    remedy = (
+        "put the model's tokenizer files there; without them prompts are lists of token ids, which "
+        "`core serve` and Engine.generate take"
+    )
     # From tokenizer_config.json alone transformers may make a tokenizer that encodes every text to nothing.
     if not checkpoint.has_vocabulary:
         found = "the folder has no tokenizer files (tokenizer.json or a vocabulary)"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.errors import UsageError
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from core.engine.models.quantizing import Quantize
     from core.engine.models.sharding import ExpertCut
 
+_CLOSE = 0.8
+"""How alike a name is at least, from 0 to 1, that is suggested in place of an unknown one."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -39,6 +43,33 @@ def resolve_model(
     """
     loaded, name = _resolve(model, device, dtype, progress, sharded, experts)
     return (loaded, name) if quantize is None else (quantize.apply(loaded, progress), quantized_name(name, quantize))
+
+
+def check_type(model: str) -> None:
+    """Refuse, without importing transformers, a text that can be the name of none of its causal language models.
+
+    The name of a type begins like that of the folder of its code. Raises `UsageError` as `resolve_model` does.
+    """
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return  # refused with what to install when it is imported
+    folders = [path for path in (Path(spec.origin).parent / "models").iterdir() if path.is_dir()]
+    if not any(model.replace("-", "_").startswith(path.name) for path in folders):
+        raise _unknown(model, [path.name for path in folders if _has_causal_lm(path)])
+
+
+def _has_causal_lm(folder: Path) -> bool:
+    code = folder / f"modeling_{folder.name}.py"
+    return code.is_file() and b"ForCausalLM(" in code.read_bytes()
+
+
+def _unknown(model: str, types: Sequence[str]) -> UsageError:
+    close = difflib.get_close_matches(model, types, 1, cutoff=_CLOSE)
+    return UsageError(
+        f"model {model!r}",
+        found="no such folder, and transformers has no causal language model of that type",
+        remedy=f"did you mean the type {close[0]!r}?" if close else "pass a folder or a model type such as 'llama'",
+    )
 
 
 def quantized_name(name: str, quantize: Quantize) -> str:
@@ -64,12 +95,7 @@ def _resolve(
         return load_model(folder, **how), folder.resolve().name
     types = causal_lm_types()
     if model not in types:
-        close = difflib.get_close_matches(model, types, 1)
-        raise UsageError(
-            f"model {model!r}",
-            found="no such folder, and transformers has no causal language model of that type",
-            remedy=f"did you mean the type {close[0]!r}?" if close else "pass a folder or a model type such as 'llama'",
-        )
+        raise _unknown(model, types)
     loaded = build_model(tiny_config(model), torch_device=torch_device, dtype=kind)
     if sharded:
         from core.common.ops.collective.collectives import group_size

@@ -14,6 +14,7 @@ from torch import nn
 from core.engine.config import SamplingParams
 from core.engine.models.loading import LoadedModel
 from core.errors import ModelError, UsageError, one_line
+from core.host.distributions.installing import pip_install
 
 _JSON = {"whitespace_flexible": False}
 """White space is not free: small models that may write it anywhere write nothing else. A schema's `x-guidance` may
@@ -126,5 +127,5 @@ def _llguidance(name: str) -> Any:
         raise UsageError(
             "an answer that matches a grammar",
             found=f"the module {error.name!r} is not installed",
-            remedy="pip install 'core[structured]'",
+            remedy=pip_install("structured"),
         ) from None

@@ -141,7 +141,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "passes": ({"disable_passes": ("merge_linears",)}, "passes: "),
     "strict": ({"strict": True}, "options: strict"),
     "guards": ({"guards": {"flag": (True, False)}}, "guards: main"),
-    "device": ({"device": {"name": "acme"}}, "device: name"),
     "lowering": ({"lowering": "inductor"}, "options: lowering: inline -> inductor"),
 }
 
@@ -154,6 +153,12 @@ def test_each_setting_is_a_factor(name: str) -> None:
         both = Lowerings(available={"inline": inline, "inductor": inline}, default="inline")
         options = {**options, "device": {"lowerings": both}}
     assert_miss(look(**options), named)
+
+
+@pytest.mark.usefixtures("made_cache")
+def test_another_device_is_a_miss_that_names_no_entry() -> None:
+    report = look(device={"name": "acme"})
+    assert (report.state, report.reason) == ("miss", "no entry of this model on this device yet")
 
 
 @pytest.mark.usefixtures("made_cache")
@@ -276,3 +281,11 @@ def test_a_runtime_that_extends_torch_counts_by_its_version(monkeypatch: pytest.
     assert before["package vendor_of_a_test"] == "1.2"
     vendor.__version__ = "1.3"
     assert version_factors("core", runtime_packages(device)) != before
+
+
+def test_tools_that_are_installed_later_change_no_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["numpy>=2", "kernels-of-acme>=1; extra == 'acme'", "linter>=1; extra == 'dev'", 'server; extra == "serve"']
+    monkeypatch.setattr("core.compilation.cache.factors.metadata.requires", lambda name: lines)
+    found = version_factors("acme-device")
+    assert "numpy" in found and found["kernels-of-acme"] == "(not installed)"
+    assert "linter" not in found and "server" not in found

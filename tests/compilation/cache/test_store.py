@@ -174,6 +174,7 @@ def test_the_nearest_entry_names_what_differs(tmp_path: Path) -> None:
     paths = [write(store, factors) for factors in (FACTORS, far, other)]
     name, found = store.nearest({**FACTORS, "options": {"a": "9"}}) or ("", [])
     assert (name, list(map(str, found))) == (paths[0].name, ["options: a: 1 -> 9"])
+    assert store.nearest({**FACTORS, "device": {"name": "third"}}) is None  # of which every factor differs
 
 
 def test_clearing_takes_kernels_too_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from core_conformance.case import CaseInfo
-from core_conformance.outcome import STATUSES, Outcome
+from core_conformance.outcome import BAD, STATUSES, Outcome
 from core_conformance.report.junit import to_junit
 from core_conformance.report.overview import (
     CRITERIA,
@@ -183,6 +183,14 @@ def test_progress_is_a_line_per_area_in_any_order() -> None:
     assert len(ordered) == 6
     assert ordered[2] == "ops: 1 fail, 1 not-supported (1.2 s)"
     assert sorted(progress_text(*reversed(EVERY_STATUS), ids=IDS).splitlines()) == sorted(ordered)
+
+
+def test_progress_is_told_between_areas_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core_conformance.runner.progress._SILENCE_S", -1.0)
+    bad, good = (next(each for each in EVERY_STATUS if (each.status in BAD) is wrong) for wrong in (True, False))
+    came = [replace(good, id="ops/a"), replace(bad, id="ops/b"), replace(good, id="ops/c")]
+    told = progress_text(*came, ids=["ops/a", "ops/b", "ops/c", "ops/d"]).splitlines()
+    assert told == ["1 of 4 cases done", "2 of 4 cases done, 1 failed", "3 of 4 cases done, 1 failed"]
 
 
 def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from core.common.conformance import ConformanceProfile
 from core.device import Device
+from core.host.distributions.installing import pip_install
 from core_conformance.case import Case
 from core_conformance.cases.models import numbers, promises
 from core_conformance.cases.models.runs import Bench, bench
@@ -77,7 +78,7 @@ def _refusal(device: Device, dtype: str, aspect: str) -> str:
 def run_aspect(trial: Trial, subject: Subject, dtype: str, aspect: str) -> None:
     """Run one aspect of a model; raises `Skip` where transformers is not installed."""
     if find_spec("transformers") is None:
-        raise Skip("transformers is not installed; pip install 'core[hf]'")
+        raise Skip(f"transformers is not installed; {pip_install('hf')}")
     if aspect == "release":
         promises.release(trial, subject, dtype)
         return

@@ -1,18 +1,54 @@
-"""What `core run` prints besides the text: a table of the run, or all of it as JSON."""
+"""What `core run` prints: the text as it comes, then a table of the run, or all of it as JSON."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from core.cli.output import console, print_json
 from core.compilation.report import counted
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from core.engine.check.comparison import Comparison
+    from core.engine.models.loading import LoadedModel
     from core.engine.parallel.rank import Rank
     from core.engine.serve.engine import Engine
+    from core.engine.serve.prompts import Prompt
     from core.engine.serve.request import Completion
+
+
+def for_model(prompts: Sequence[str], loaded: LoadedModel) -> Sequence[Prompt]:
+    """Return the prompts; for a model type, which is built without a tokenizer, their bytes as token ids."""
+    if loaded.tokenizer is not None or loaded.tokenizer_error is not None:
+        return prompts
+    return [[byte % loaded.vocab_size for byte in prompt.encode(errors="surrogateescape")] for prompt in prompts]
+
+
+def generate(engine: Engine, texts: Sequence[str], params: Any, *, stream: bool) -> list[Completion]:
+    """Generate, and with one prompt print its text as it comes; with several, each as a whole at the end.
+
+    Without a tokenizer there is no text, and token ids are printed.
+    """
+
+    def write(_: int, piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    prompts, has_text = for_model(texts, engine.loaded), engine.loaded.tokenizer is not None
+    lora = next(iter(engine.loras), None)
+    if stream and has_text and len(texts) == 1:
+        write(0, texts[0])
+        completions = engine.generate(prompts, params, on_text=write, lora=lora)
+        write(0, "\n\n")
+        return completions
+    completions = engine.generate(prompts, params, lora=lora)
+    if stream:
+        for index, (text, completion) in enumerate(zip(texts, completions, strict=True)):
+            ids = ", ".join(map(str, completion.token_ids))
+            print(f"[{index}] {text}{completion.text}\n" if has_text else f"[{index}] token ids: {ids}\n")
+    return completions
 
 
 def _rows(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: str) -> list[tuple[str, str]]:
@@ -25,6 +61,8 @@ def _rows(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: st
     fault = comparison and comparison.device_fault
     rows = [
         *([("DEVICE FAULT", fault)] if fault else []),
+        *(_compared_rows(engine, comparison) if comparison else [("check", f"not run: {skipped}")]),
+        ("start", f"{report.time_text(engine.compile_time_s)}; compile cache {report.cache} ({report.counters_text})"),
         ("device", f"{engine.device.name}: {engine.device.capabilities.device_name}"),
         ("plugin", str(engine.device.plugin)),
         ("chosen", engine.device.reason),
@@ -39,12 +77,8 @@ def _rows(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: st
         *(("larger bucket", f"{count} times, {which}") for which, count in report.stand_ins.items()),
         *(("eager", f"{count} times, {reason}") for reason, count in report.fallbacks.items()),
         *((f"passes, {trace.phase}", trace.passes_line()) for trace in report.traces),
-        ("compile cache", f"{report.cache} ({report.counters_text})"),
-        ("compile time", f"{engine.compile_time_s:.2f} s"),
     ]
-    if engine.config.speculative:
-        rows += _drafts_rows(engine)
-    return [*rows, *(_compared_rows(engine, comparison) if comparison else [("check", f"not run: {skipped}")])]
+    return rows + (_drafts_rows(engine) if engine.config.speculative else [])
 
 
 def _drafts_rows(engine: Engine) -> list[tuple[str, str]]:
@@ -68,11 +102,7 @@ def _compared_rows(engine: Engine, comparison: Comparison) -> list[tuple[str, st
     ratio = comparison.compiled_tokens_per_s / comparison.eager_tokens_per_s
     verdict, rounds = comparison.verdict, counted(comparison.rounds, "rounds")
     return [
-        ("tokens/s, eager", f"{comparison.eager_tokens_per_s:.1f}"),
-        (
-            "tokens/s, compiled" if num_captures else "tokens/s, engine",
-            f"{comparison.compiled_tokens_per_s:.1f} ({ratio:.2f}x {eager}, {rounds} in turns)",
-        ),
+        ("greedy tokens", _tokens_line(comparison)),
         (
             "max logits error",
             f"{verdict.max_error:.3g} against fp64 ({allowed} {verdict.eager_max_error:.3g}); "
@@ -80,9 +110,29 @@ def _compared_rows(engine: Engine, comparison: Comparison) -> list[tuple[str, st
             if verdict
             else f"not judged: {comparison.skipped}",
         ),
-        ("greedy tokens", _tokens_line(comparison)),
         *_rounding_row(comparison),
+        ("tokens/s, eager", f"{comparison.eager_tokens_per_s:.1f}"),
+        (
+            "tokens/s, compiled" if num_captures else "tokens/s, engine",
+            f"{comparison.compiled_tokens_per_s:.1f} ({ratio:.2f}x {eager}, {rounds} in turns)",
+        ),
+        *([("slower because", _why_slower(engine))] if ratio < 1 else []),
     ]
+
+
+def _why_slower(engine: Engine) -> str:
+    """Say what of the run explains that it is slower than eager, or how to find out."""
+    report, stats = engine.report(), engine.stats()
+    off = [phase for phase, mode in report.modes.items() if mode == "off"]
+    calls, computed = sum(report.fallbacks.values()), stats.computed + stats.padded
+    reasons = [
+        f"{' and '.join(off)} ran eagerly inside the engine" if off else "",
+        f"{counted(calls, 'calls')} ran eagerly" if calls else "",
+        "lowering inline runs op by op, as eager does" if report.lowering == "inline" and report.num_captures else "",
+        f"{stats.padded} of {computed} computed tokens were padding" if stats.padded * 2 > computed else "",
+    ]
+    known = "; ".join(filter(None, reasons))
+    return known or "not known from this run: `core bench` measures longer, `core explain --kernels` shows each kernel"
 
 
 def _rounding_row(comparison: Comparison) -> list[tuple[str, str]]:
@@ -100,7 +150,7 @@ def _tokens_line(comparison: Comparison) -> str:
     return f"differ from eager: {comparison.mismatch}: {verdict}"
 
 
-def print_table(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: str = "") -> None:
+def print_table(out: Console, engine: Engine, comparison: Comparison | None, rank: Rank, skipped: str = "") -> None:
     """Print what a run did, cost and compared, one line each; skipped: why nothing was compared."""
     from rich.table import Table
 
@@ -111,11 +161,13 @@ def print_table(engine: Engine, comparison: Comparison | None, rank: Rank, skipp
         table.add_row(name, value)
     for warning in (*engine.loaded.warnings, *(engine.draft.warnings if engine.draft is not None else ())):
         table.add_row("warning", warning)
-    console().print(table)
+    out.print(table)
 
 
-def print_json_of(engine: Engine, completions: Sequence[Completion], comparison: Comparison | None, rank: Rank) -> None:
-    """Print core.run/1 (docs/json.md)."""
+def json_of(
+    engine: Engine, completions: Sequence[Completion], comparison: Comparison | None, rank: Rank
+) -> dict[str, Any]:
+    """Return the fields of core.run/1 (docs/json.md)."""
     from dataclasses import asdict
 
     import torch
@@ -126,23 +178,22 @@ def print_json_of(engine: Engine, completions: Sequence[Completion], comparison:
     loaded, quantization = engine.loaded, report_of(engine.loaded.model)
     checked = {} if comparison is None else asdict(comparison)
     fault = checked.pop("device_fault", None)
-    print_json(
-        "core.run/1",
-        device_fault=fault,
-        device={
+    return {
+        "device_fault": fault,
+        "device": {
             "name": engine.device.name,
             "product": engine.device.capabilities.device_name,
             "plugin": engine.device.plugin.distribution,
             "version": engine.device.plugin.version,
             "reason": engine.device.reason,
         },
-        torch=torch.__version__,
-        ranks={
+        "torch": torch.__version__,
+        "ranks": {
             "size": rank.size,
             "cores": rank.cores,
             "weights_read": None if loaded.weights_read is None else asdict(loaded.weights_read),
         },
-        model={
+        "model": {
             "class": type(loaded.model).__name__,
             "path": None if loaded.path is None else str(loaded.path),
             "dtype": str(loaded.dtype).removeprefix("torch."),
@@ -150,11 +201,11 @@ def print_json_of(engine: Engine, completions: Sequence[Completion], comparison:
             "warnings": list(loaded.warnings),
             "adapters": [str(each.path) for each in engine.loras.values()],
         },
-        quantization=None if quantization is None else quantization.to_json(),
-        cache={"route": engine.route, "reason": engine.route_reason},
-        compile_time_s=engine.compile_time_s,
-        program=engine.report().to_json(),
-        completions=[
+        "quantization": None if quantization is None else quantization.to_json(),
+        "cache": {"route": engine.route, "reason": engine.route_reason},
+        "compile_time_s": engine.compile_time_s,
+        "program": engine.report().to_json(),
+        "completions": [
             {
                 "prompt_token_ids": list(c.prompt_token_ids),
                 "token_ids": list(c.token_ids),
@@ -163,6 +214,6 @@ def print_json_of(engine: Engine, completions: Sequence[Completion], comparison:
             }
             for c in completions
         ],
-        check=None if comparison is None else {**checked, "passed": comparison.passed},
-        warnings=warnings(),
-    )
+        "check": None if comparison is None else {**checked, "passed": comparison.passed},
+        "warnings": warnings(),
+    }
