@@ -63,17 +63,27 @@ def _too_many(x: Tensor) -> str | None:
 
 def why_not_transposed(call: OpCall) -> str | None:
     """Return why the kernel for weights whose columns are one run of memory can't take a call of `core::linear`."""
+    return _no_transposed(call) or _too_many(call.args["x"]) or extension.load("linear_transposed") or None
+
+
+def why_not_transposed_alike(call: OpCall) -> str | None:
+    """Return the same of the form that computes all rows alike; this never depends on how many they are."""
+    return _no_transposed(call) or extension.load("linear_transposed") or None
+
+
+def _no_transposed(call: OpCall) -> str | None:
     x, weight = call.args["x"], call.args["weight"]
     if x.dtype not in DTYPES:
         return f"x is {x.dtype}, and the kernel takes {', '.join(map(str, DTYPES))}"
     if weight.stride(0) != 1 or weight.stride(1) == 1:
         return "the columns of weight are not one run of memory each"
-    return _too_many(x) or extension.load("linear_transposed") or None
+    return None
 
 
 linear = own_op(LINEAR, "linear")
 linear_transposed = own_op(LINEAR, "linear_transposed", "_transposed")
 linear_alike = own_op(LINEAR, "linear", "_alike")
+linear_transposed_alike = own_op(LINEAR, "linear_transposed", "_transposed_alike")
 
 IMPLEMENTATIONS = (
     OpImplementation(op=LINEAR.qualified_name, name="cpu_linear", fn=linear, condition=why_not),
@@ -88,13 +98,19 @@ IMPLEMENTATIONS = (
         condition=lambda call: why_not(call) and why_not_transposed(call),
         timed=lambda call: _too_many(call.args["x"]),
     ),
-    OpImplementation(
-        op=LINEAR.qualified_name,
-        name="cpu_linear_alike",
-        fn=linear_alike,
-        condition=why_not_alike,
-        batch_invariant=True,
-        on_request=True,
+    *(
+        OpImplementation(
+            op=LINEAR.qualified_name,
+            name=name,
+            fn=function,
+            condition=condition,
+            batch_invariant=True,
+            on_request=True,
+        )
+        for name, function, condition in (
+            ("cpu_linear_alike", linear_alike, why_not_alike),
+            ("cpu_linear_transposed_alike", linear_transposed_alike, why_not_transposed_alike),
+        )
     ),
 )
-"""The kernel, torch's product for the same calls, and the kernel for any number of rows, their sums in one order."""
+"""The kernels, torch's product for the same calls, and the kernels for any number of rows, their sums in one order."""

@@ -169,7 +169,8 @@ def test_the_device_tells_which_build_it_has(monkeypatch: pytest.MonkeyPatch) ->
     names = [(each.op, each.name) for each in device.ops]
     collectives = ["all_reduce", "reduce_scatter", "all_gather"]
     shared = [(f"core::{name}", "cpu_shared_memory") for name in collectives]
-    linears = [("core::linear", name) for name in ("cpu_linear", "torch_linear", "cpu_linear_alike")]
+    forms = ("cpu_linear", "cpu_linear_transposed", "torch_linear", "cpu_linear_alike", "cpu_linear_transposed_alike")
+    linears = [("core::linear", name) for name in forms]
     attention = [("core::attention", name) for name in ("cpu_attention", "cpu_attention_alike")]
     coded, steps = ("weight_only_linear", "quantized_linear"), ("causal_conv1d_update", "gated_delta_rule")
     own = (*coded, *steps, "selective_state_update")

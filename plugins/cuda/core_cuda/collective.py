@@ -19,8 +19,8 @@ from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.summing import Shares, launch_sum, shares_of
 from core_cuda.symmetric import Shared, join, shared_memory
 
-MOST_BYTES: Mapping[int, int] = MappingProxyType({2: 2**23, 4: 2**18, 8: 2**18})
-"""Of x, by the number of GPUs, up to which the kernel is used: measured for 2 (docs/tensor_parallel.md), for more
+MOST_BYTES: Mapping[int, int] = MappingProxyType({2: 2**23, 4: 2**22, 8: 2**18})
+"""Of x, by the number of GPUs, up to which the kernel is used: measured for 2 and 4 (docs/tensor_parallel.md), for 8
 the limit of torch's own choice between its ways (`kOneShotThreshBytes` of its intra-node communication)."""
 
 

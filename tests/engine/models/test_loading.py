@@ -15,6 +15,7 @@ tokenizers = pytest.importorskip("tokenizers", reason="needs the extra 'hf'")
 
 from core.engine.models.loading import build_model, load_model  # noqa: E402
 from core.errors import ModelError, UsageError  # noqa: E402
+from core.host.distributions.installing import pip_install  # noqa: E402
 from tests.engine.models.folders import (  # noqa: E402
     CPU,
     LLAMA,
@@ -176,7 +177,7 @@ def test_without_transformers_the_extra_is_named(pristine: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModelError) as caught:
         load(pristine)
-    assert caught.value.remedy == "pip install '.[hf]'"
+    assert caught.value.remedy == pip_install("hf")
     assert caught.value.__suppress_context__
 
 

@@ -119,8 +119,16 @@ def test_drafts_change_no_bit() -> None:
 def test_a_model_with_products_that_nobody_declares_is_refused() -> None:
     with refused(LoweringError, 'deterministic="batch"'):
         engine_of("mixtral", max_num_seqs=2)
-    with refused(LoweringError, "addmm: node", "a product whose order of sums depends on its sizes"):
-        engine_of("gpt2", max_num_seqs=2)
+
+
+@torch.no_grad()
+def test_layers_that_are_no_linears_are_alike_too() -> None:
+    with engine_of("gpt2", max_num_seqs=2) as engine:
+        together = engine.generate(prompts(), PARAMS, collect_logits=True)
+        for prompt, each in zip(prompts(), together, strict=True):
+            (alone,) = engine.generate([prompt], PARAMS, collect_logits=True)
+            assert each.logits is not None and alone.logits is not None
+            assert torch.equal(each.logits, alone.logits)
 
 
 def test_a_model_without_the_paged_cache_is_refused() -> None:

@@ -42,15 +42,7 @@ void multiply_rows(const Tensor& x, const Tensor& weight, const Tensor& added, T
   });
 }
 
-}  // namespace
-
-// As `core::linear` has it, for calls that the condition in linear.py lets pass.
-Tensor linear_transposed(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const int64_t depth = weight.size(1);
-  const int64_t rows = depth == 0 ? 0 : x.numel() / depth;
-  if (rows == 0 || rows > MOST_ROWS || weight.stride(0) != 1) {
-    return at::_ops::linear::call(x, weight, bias).contiguous();
-  }
+Tensor multiplied(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const Tensor in = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
   at::DimVector sizes(x.sizes());
   sizes.back() = weight.size(0);
@@ -60,10 +52,36 @@ Tensor linear_transposed(const Tensor& x, const Tensor& weight, const std::optio
   return out;
 }
 
+bool has_rows(const Tensor& x, const Tensor& weight) {
+  return x.numel() > 0 && weight.size(1) > 0;
+}
+
+}  // namespace
+
+// As `core::linear` has it, for calls that the condition in linear.py lets pass.
+Tensor linear_transposed(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  if (!has_rows(x, weight) || x.numel() / weight.size(1) > MOST_ROWS || weight.stride(0) != 1) {
+    return at::_ops::linear::call(x, weight, bias).contiguous();
+  }
+  return multiplied(x, weight, bias);
+}
+
+// The same for any number of rows: sums of a row are added up in one order whatever the others are.
+Tensor linear_transposed_alike(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  TORCH_CHECK(weight.stride(0) == 1,
+              "core_cpu::linear_transposed_alike: the columns of weight are not one run of memory each");
+  if (!has_rows(x, weight)) {  // zeros and the bias, or nothing at all
+    return at::_ops::linear::call(x, weight, bias).contiguous();
+  }
+  return multiplied(x, weight, bias);
+}
+
 CORE_CPU_DIRECT(linear_transposed, linear_transposed)
+CORE_CPU_DIRECT(linear_transposed_alike, linear_transposed_alike)
 
 STABLE_TORCH_LIBRARY_IMPL(core_cpu, CPU, m) {
   m.impl("linear_transposed", Calls<linear_transposed>::boxed);
+  m.impl("linear_transposed_alike", Calls<linear_transposed_alike>::boxed);
 }
 
 }  // namespace core_cpu

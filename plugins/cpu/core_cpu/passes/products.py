@@ -39,7 +39,9 @@ def _is_weight(node: fx.Node) -> bool:
     while view.kind(node) in _VIEWS:
         node = node.args[0]  # type: ignore[assignment]
     value = value_of(node)
-    return node.op == "placeholder" and isinstance(value, Tensor) and value.ndim > 1 and value.is_floating_point()
+    if node.op != "placeholder" or not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    return value.ndim > 1 and all(type(size) is int for size in value.shape)  # an input's sizes are open
 
 
 def _refusal(match: Any) -> str | None:
