@@ -202,6 +202,7 @@ class _Watched:
         self._labels, self._inputs = input_labels(traced), input_texts(traced)
         self._before: tuple[NodeRecord, ...] = ()
         self._notes = ChangeNotes()
+        self._module: fx.GraphModule | None = None  # that of the stage before
 
     def begin(self, stage: Stage, traced: TracedGraph) -> None:
         self._before = records(traced.module, self._labels, self._inputs)
@@ -211,7 +212,8 @@ class _Watched:
         self._notes.note(report, before, after)
 
     def end(self, stage: Stage, traced: TracedGraph, reports: tuple[PassReport, ...]) -> None:
-        if self.stages and all(report.skipped for report in reports):  # no stage of its own: the graph stayed as it was
+        previous, self._module = self._module, traced.module
+        if traced.module is previous:  # no stage of its own: the graph stayed as it was
             last = self.stages[-1]
             self.stages[-1] = replace(last, passes=(*last.passes, *reports))
             return

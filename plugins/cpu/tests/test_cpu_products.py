@@ -60,6 +60,9 @@ SPELLINGS = {
     "method": lambda x, weight, bias: x.matmul(weight) + bias,
     "einsum": lambda x, weight, _: torch.einsum("bsi,io->bso", x, weight),
     "turned": lambda x, weight, _: torch.matmul(x[..., :28].repeat(1, 1, 2), weight.t()),
+    "by name": lambda x, weight, _: torch.matmul(
+        x[..., :28].repeat(1, 1, 2), torch.transpose(input=weight, dim0=0, dim1=1)
+    ),
     "bmm": lambda x, weight, _: torch.bmm(x.flatten(0, 1)[None], weight[None]),
 }
 
@@ -71,7 +74,7 @@ def test_each_spelling_of_a_product_runs_on_the_kernel(name: str) -> None:
         model, x = Spelled(SPELLINGS[name]).to(dtype), randn(2, 3, 40, dtype=dtype)
         found, report, program = run(model, LIFT_PRODUCTS, x, verify="full")
         assert (report.matched, report.near_misses, report.verification) == (1, (), "verified")
-        kernel = "cpu_linear" if name == "turned" else "cpu_linear_transposed"
+        kernel = "cpu_linear" if name in ("turned", "by name") else "cpu_linear_transposed"
         assert [choice.implementation for choice in program.report().traces[0].ops] == [kernel]
         exact = Spelled(SPELLINGS[name]).to(dtype).double()(x.double())
         assert judge(found, model(x), exact).passed
@@ -84,8 +87,9 @@ def test_each_spelling_of_a_product_runs_on_the_kernel(name: str) -> None:
         (lambda x, weight, _: torch.bmm(x[..., :20], weight.view(2, 20, 56)), "it multiplies 2 batches, each by"),
         (lambda x, weight, _: x @ weight.sin(), "no constant that is bound to the graph"),
         (lambda x, weight, bias: torch.addmm(bias.view(1, 56), x.flatten(0, 1), weight), "not one number for"),
+        (lambda x, weight, bias: added(x, weight, bias, beta=0.5, alpha=2), "it scales what it adds"),
     ],
-    ids=["of inputs", "of batches", "of a computed weight", "with a row added"],
+    ids=["of inputs", "of batches", "of a computed weight", "with a row added", "with scales"],
 )
 @torch.no_grad()
 def test_other_products_stay(product: Callable[..., Tensor], reason: str) -> None:

@@ -44,7 +44,7 @@ struct Adding {
     return static_cast<float>(first);
   }
 
-  // Load STEP numbers, or `count` and zeros where these are fewer.
+  // Load STEP numbers, or `count` and zeros where these are fewer; of the row `second` numbers behind too, zeros if 0.
   static Numbers load(const T* from, int64_t, int64_t count) {
     if (count >= STEP) {
       return {wide(from)};
@@ -76,10 +76,11 @@ struct Adding<c10::BFloat16> {
     return first.x | static_cast<uint32_t>(second.x) << 16;
   }
 
-  static Numbers load(const c10::BFloat16* from, int64_t ldw, int64_t count) {
+  static Numbers load(const c10::BFloat16* from, int64_t second, int64_t count) {
     const __mmask32 mask = count >= STEP ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
-    const __m512i first = _mm512_maskz_loadu_epi16(mask, from), second = _mm512_maskz_loadu_epi16(mask, from + ldw);
-    return {_mm512_unpacklo_epi16(first, second), _mm512_unpackhi_epi16(first, second)};
+    const __m512i a = _mm512_maskz_loadu_epi16(mask, from);
+    const __m512i b = _mm512_maskz_loadu_epi16(second == 0 ? 0 : mask, from + second);
+    return {_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)};
   }
 
   static void add(Vec& sums, Factors factors, const __m512i& numbers) {
@@ -114,7 +115,7 @@ void add_rows(const Transposed<T>& share, const T* weight, int64_t apart, int64_
     const int64_t ahead = (fetched(c * SIZE, early, share.columns * SIZE, share.ldw * SIZE) - c * SIZE) / SIZE;
     const auto* factors = x;
     for (int64_t s = 0; s < count; s += Add::ROWS, row += Add::ROWS * apart * share.ldw, factors += R) {
-      // The last row of an odd number of them is its own second, whose factor is 0.
+      // The last row of an odd number of them has no second.
       const int64_t second = Add::ROWS == 2 && s + 1 < count ? apart * share.ldw : 0;
       for (int64_t j = 0; early != 0 && j < N * Add::STEP * SIZE; j += LINE) {
         __builtin_prefetch(row + ahead + j / SIZE);

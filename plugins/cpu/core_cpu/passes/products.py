@@ -37,7 +37,7 @@ def nothing(graph: fx.Graph) -> str:
 
 def _is_weight(node: fx.Node) -> bool:
     while view.kind(node) in _VIEWS:
-        node = node.args[0]  # type: ignore[assignment]
+        (node, *_) = node.all_input_nodes
     value = value_of(node)
     if node.op != "placeholder" or not isinstance(value, Tensor) or not value.is_floating_point():
         return False
@@ -46,6 +46,8 @@ def _is_weight(node: fx.Node) -> bool:
 
 def _refusal(match: Any) -> str | None:
     """Return why a product is none of rows with one matrix, or None."""
+    if scales := {name: value for name, value in match.output_node().kwargs.items() if value != 1}:
+        return f"it scales what it adds: {scales}"  # Inductor's matcher leaves out keywords that the pattern lacks
     weight = value_of(match.kwargs["weight"])
     if not weight.is_floating_point():
         return f"the weight is {weight.dtype}"

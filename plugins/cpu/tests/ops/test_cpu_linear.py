@@ -84,6 +84,14 @@ def test_weights_whose_columns_are_runs_of_memory(dtype: torch.dtype) -> None:
     check(LINEAR, linear_transposed, calls, CPU)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_infinities_in_the_last_row_of_an_odd_depth_stay_infinities(dtype: torch.dtype) -> None:
+    weight = randn(9, 40, dtype=dtype)
+    weight[8, :3] = float("inf")
+    found = linear_transposed(torch.ones(2, 9, dtype=dtype), weight.T, None)
+    assert found[:, :3].isposinf().all() and found[:, 3:].isfinite().all()
+
+
 def test_which_kernel_takes_a_weight() -> None:
     args = operands(5, 48, 96, torch.bfloat16)
     turned = args | {"weight": args["weight"].T.contiguous().T}
