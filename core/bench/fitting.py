@@ -48,7 +48,9 @@ def positions_of(model: str | None, preset: str | None) -> int | None:
         config = None
         with suppress(Exception):
             config = _config(model)
-    limit = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = None
+    with suppress(ValueError):  # transformers refuses a configuration of several texts
+        limit = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None
 
 

@@ -32,7 +32,7 @@ def later_stages(
 
     prepare: puts back the canonical ops that a device lacks, in place, before a graph is turned into ATen ops: patterns
     on ATen then see them as the model wrote them. Functional graphs come first, one for each form asked for, and leave
-    a graph of ATen ops that writes in place. One that cannot be functionalised says why; a failing `to_aten` raises.
+    a graph of ATen ops that writes in place. One that cannot have a form says why.
     Where no pass of stage `aten` has anything to do, the graph stays as it is, and these passes say so.
     """
     asked = {declared.stage for declared in passes}
@@ -56,7 +56,12 @@ def later_stages(
         else:
             yield Staged(stage="functional", form=form, module=module)
     if "aten" in asked:
-        yield Staged(stage="aten", form="v2", module=module if is_aten else to_aten(module))
+        try:
+            module = module if is_aten else to_aten(module)
+        except TraceError as error:
+            yield Staged(stage="aten", form="v2", module=module, refused=error)
+        else:
+            yield Staged(stage="aten", form="v2", module=module)
 
 
 def _may_match(declared: Pass, module: fx.GraphModule) -> bool:

@@ -15,6 +15,7 @@ from core.common.numerics import judge
 from core.common.passes import Pass
 from core.compilation.rewrite import stages
 from core.compilation.rewrite.pass_report import PassReport
+from core.errors import TraceError
 from core_cpu.passes import gelu
 from core_cpu.passes.gelu import FUSE_TANH_GELU
 from core_cpu.passes.products import LIFT_PRODUCTS
@@ -108,6 +109,20 @@ def test_graphs_without_such_products_are_not_turned_into_aten_ops(monkeypatch: 
     layer = Spelled(lambda x, weight, _: nn.functional.linear(x, weight.T.contiguous()))
     _, report, _ = run(layer, LIFT_PRODUCTS, randn(2, 3, 40, dtype=torch.float32))
     assert report.skipped == "no product but those of linear layers reads a weight" and report.stage == "aten"
+
+
+@torch.no_grad()
+def test_a_graph_that_cannot_be_turned_into_aten_ops_runs_without_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(module: object) -> None:
+        raise TraceError("turning node odd into ATen ops", found="planted", remedy="none")
+
+    monkeypatch.setattr(stages, "to_aten", refuse)
+    model, x = Spelled(added), randn(2, 3, 40, dtype=torch.float32)
+    found, report, _ = run(model, LIFT_PRODUCTS, x, strict=False)
+    assert report.matched == 0 and "planted" in report.skipped
+    assert torch.allclose(found, model(x))
+    with pytest.raises(TraceError):
+        run(model, LIFT_PRODUCTS, x)
 
 
 def new_gelu(x: Tensor, cubic: float = 0.044715, power: float = 3.0) -> Tensor:
