@@ -30,11 +30,12 @@ from core.engine.models.quantizing import Quantize
 from core.engine.steps.runner import EngineConfig
 
 
-def subjects(loaded: LoadedModel, device: Device, cell: Cell, name: str) -> list[Subject]:
+def subjects(loaded: LoadedModel, device: Device, cell: Cell, name: str, lowering: str | None) -> list[Subject]:
     """Return eager, and an engine without and with the pass, each on a copy of the model: a pass may join weights,
     which it does only where nobody else holds them."""
     found: list[Subject] = [StaticSubject("eager", SharedCache(sharing_copy(loaded.model), device))]
-    without, with_it = core.CompileOptions(disable_passes=(name,)), core.CompileOptions(enable_passes=(name,))
+    plain = core.CompileOptions(lowering=lowering)
+    without, with_it = replace(plain, disable_passes=(name,)), replace(plain, enable_passes=(name,))
     for title, options in (("before", without), ("after", with_it)):
         config = EngineConfig(options=options)
         own = replace(loaded, model=copy.deepcopy(loaded.model))
@@ -68,9 +69,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", help="of the pass")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--model", default="", help="a preset; default: the embedded model")
+    parser.add_argument("--model", default="", help="a preset or a config.json; default: the embedded model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantize", metavar="SCHEME", help="quantise the model first, as int8")
+    parser.add_argument("--lowering", help="how graphs become callables; default: the device's")
     parser.add_argument("--batch", default="1,4,8")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=16)
@@ -84,7 +86,7 @@ def main() -> None:
     print(json.dumps(facts), flush=True)
     for batch in map(int, options.batch.split(",")):
         cell = Cell(phase="decode", batch=batch, tokens=options.context, steps=options.steps, rounds=options.rounds)
-        measured = subjects(loaded, device, cell, options.name)
+        measured = subjects(loaded, device, cell, options.name, options.lowering)
         records, _ = measure(measured, cell, device)
         print(json.dumps(figures(cell, records)), flush=True)
         for subject in measured:

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from core.common.ops.implementation import OpCall, OpImplementation
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Pass
+from core.common.passes.pass_guards import Guards
 from core.common.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
 from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
 from core.common.passes.results import NearMiss, PassResult
@@ -197,6 +198,19 @@ def test_passes_that_match_nothing_and_broken_promises_are_told(odd: PhaseGraph)
     text = to_text(explain([odd], device(promising)))
     assert re.search(r"^matched nothing: .*lift_rms_norm", text, re.M)
     assert re.search(r"fuse_neg_relu .*PROMISE BROKEN: 3 expected", text)
+
+
+def test_a_stage_is_told_of_where_its_graph_is_another_and_else_its_passes_are(stack: PhaseGraph) -> None:
+    def run(context: PassContext) -> PassResult:
+        return PassResult(matched=0)
+
+    cases: tuple[tuple[str, list[str]], ...] = (("nothing to do here", ["torch"]), ("", ["torch", "aten"]))
+    for reason, stages in cases:
+        late = Pass(name="late", run=run, stage="aten", owner="acme", guards=Guards(nothing=lambda _, why=reason: why))
+        (phase,) = explain([stack], device(late), switches=PassSwitches(only=("late",))).phases
+        assert [stage.stage for stage in phase.stages] == stages
+        (report,) = (each for each in phase.stages[-1].passes if each.name == "late")
+        assert report.skipped == reason and bool(phase.aten_s) is (len(stages) == 2)
 
 
 def test_switches_leave_passes_out_and_refuse_unknown_names(stack: PhaseGraph) -> None:

@@ -151,6 +151,16 @@ def other(node: fx.Node, known: fx.Node) -> Operand:
     return None
 
 
+_RESHAPED = frozenset({"t", "transpose", "permute", "unsqueeze", "squeeze", "view", "reshape", "getitem", "select"})
+
+
+def behind_views(node: fx.Node) -> fx.Node:
+    """Return the node whose numbers a node shows, in another shape or order or a part of them, or itself."""
+    while kind(node) in _RESHAPED:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def source_of_cast(node: Operand) -> fx.Node | None:
     """Return what a cast reads, or None if the node is no cast."""
     return node.args[0] if kind(node) == "cast" else None

@@ -60,8 +60,10 @@ def compiler_packages(device: Device) -> frozenset[str]:
     return frozenset(compiler.package for compiler in device.kernel_compilers) - {""}
 
 
-_EXTRAS_OF_TOOLS = frozenset({"dev", "test", "tests", "docs", "conformance", "serve", "structured"})
-"""Extras of a plugin's distribution whose packages take no part in a trace or a kernel."""
+_EXTRAS_OF_TOOLS = frozenset({"dev", "test", "tests", "docs"})
+"""Extras by whose names, as they are used everywhere, their packages take no part in a trace or a kernel."""
+_EXTRAS_OF_CORE = frozenset({"conformance", "serve", "structured"})
+"""Further ones of core's own distribution. A vendor's may bring kernels under such a name."""
 
 
 def factors_of(request: CompileRequest, passes: Sequence[Pass], packages: frozenset[str]) -> Factors:
@@ -141,13 +143,14 @@ def _required(distribution: str) -> set[str]:
         lines = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:
         return set()
-    return {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines if not _is_of_tools(line)}
+    return {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines if not _is_of_tools(line, distribution)}
 
 
-def _is_of_tools(requirement: str) -> bool:
+def _is_of_tools(requirement: str, distribution: str) -> bool:
     """Tell whether a requirement is one of an extra of tools, none of which a program runs: they come and go."""
     extra = re.search(r"extra\s*==\s*['\"]([\w.-]+)['\"]", requirement)
-    return extra is not None and extra[1] in _EXTRAS_OF_TOOLS
+    tools = _EXTRAS_OF_TOOLS | (_EXTRAS_OF_CORE if distribution == "core" else frozenset())
+    return extra is not None and extra[1] in tools
 
 
 def source_factors(packages: Iterable[str]) -> dict[str, str]:

@@ -31,8 +31,6 @@ from core.common.passes.results import NearMiss, PassResult
 from core.common.passes.sites import MADE_BY, Made, near_miss, other_maker, site_name
 from core.errors import PassError
 
-_VIEWS = frozenset({"t", "transpose", "permute", "view", "unsqueeze", "squeeze", "select"})
-
 
 def apply_inductor(context: PassContext, declared: Pass) -> PassResult:
     """Apply the patterns of the pass to the context's aten graph."""
@@ -165,9 +163,7 @@ def _refusal(context: PassContext, match: Match, node: fx.Node) -> NearMiss | st
 def _unbound(context: PassContext, match: Match, bound: tuple[str, ...]) -> str | None:
     """Return that one of these parameters is no constant of the graph, or None."""
     for name in bound:
-        node = match.kwargs[name]
-        while view.kind(node) in _VIEWS:
-            node = view.operand(node, 0, "self")
+        node = view.behind_views(match.kwargs[name])
         if context.constants is None or context.constants.value(node) is None:
             return f"{match.kwargs[name]} is no constant that is bound to the graph"
         if context.analysis("writes").writers(node):

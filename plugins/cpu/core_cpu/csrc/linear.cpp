@@ -16,31 +16,15 @@ namespace {
 
 using at::Tensor;
 
-// Multiplications that are worth another thread.
-constexpr int64_t WORK = 1 << 16;
-
-// The most rows that the kernel multiplies, as in linear.py: it reads the weight once for each block of them, and torch's
-// product keeps parts of the weight in the cache.
-constexpr int64_t MOST_ROWS = 64;
-
 template <typename T>
 void multiply_rows(const Tensor& x, int64_t ldx, const Tensor& weight, const Tensor& added, Tensor& out, int64_t from,
                    int64_t rows, bool alike) {
   const int64_t columns = weight.size(0), depth = weight.size(1);
   const T* bias = added.defined() ? added.const_data_ptr<T>() : nullptr;
-  Product<T> whole{x.const_data_ptr<T>() + from * ldx, ldx, weight.const_data_ptr<T>(), weight.stride(0), bias,
-                   out.mutable_data_ptr<T>() + from * columns, columns, rows, columns, depth};
+  Product<T> whole{{x.const_data_ptr<T>() + from * ldx, ldx, weight.const_data_ptr<T>(), weight.stride(0), bias,
+                    out.mutable_data_ptr<T>() + from * columns, columns, rows, columns, depth}};
   whole.alike = alike;
-  const int64_t blocks = (columns + COLUMNS - 1) / COLUMNS;
-  const int64_t grain = std::max<int64_t>(WORK / std::max<int64_t>(rows * depth * COLUMNS, 1), 1);
-  at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-    Product<T> share = whole;
-    const int64_t first = begin * COLUMNS;
-    share.weight += first * share.ldw, share.out += first;
-    share.bias = bias == nullptr ? nullptr : bias + first;
-    share.columns = std::min(end * COLUMNS, columns) - first;
-    linear_share(share);
-  });
+  share_columns(whole, COLUMNS, whole.ldw, linear_share<T>);
 }
 
 // Numbers of a widened part of the weight: it stays in the second or third cache, and torch's product reads it there.

@@ -7,6 +7,7 @@
 
 #include <memory>
 
+#include "product.h"
 #include "vectors.h"
 
 #if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
@@ -19,16 +20,9 @@ constexpr int MAX_BLOCK_ROWS = 8;
 constexpr int64_t COLUMNS = 8;  // shares of threads are multiples of so many rows of the weight
 constexpr int64_t BYTES = 1 << 15;  // of a block of rows: these stay in the first cache while the weight passes by
 
-// One share of a product: x (rows, depth), weight (columns, depth), bias (columns,) or null, out (rows, columns).
+// One share of a product with a weight (columns, depth).
 template <typename T>
-struct Product {
-  const T* x;
-  int64_t ldx;
-  const T* weight;
-  int64_t ldw;
-  const T* bias;
-  T* out;
-  int64_t ldo, rows, columns, depth;
+struct Product : Operands<T> {
   // Sums (rows, columns) so far, where the depth is gone through in parts; null where it is not. Which part this is.
   float* sums = nullptr;
   bool first = true, last = true;

@@ -1,7 +1,6 @@
 // `core_cpu::linear_transposed`: the kernel of `core::linear` for few rows and a weight whose columns, not rows, are one
 // run of memory each: what a product by `torch.addmm` or `@` reads, seen as a linear layer's weight.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/linear_ops.h>
 
@@ -15,12 +14,6 @@ namespace {
 
 using at::Tensor;
 
-// Multiplications that are worth another thread.
-constexpr int64_t WORK = 1 << 16;
-
-// The most rows that the kernel multiplies, as in linear.py.
-constexpr int64_t MOST_ROWS = 64;
-
 // Shares of threads are multiples of so many columns: one line of the memory at least.
 constexpr int64_t COLUMNS = 64;
 
@@ -28,18 +21,9 @@ template <typename T>
 void multiply_rows(const Tensor& x, const Tensor& weight, const Tensor& added, Tensor& out) {
   const int64_t columns = weight.size(0), depth = weight.size(1), rows = x.numel() / depth;
   const T* bias = added.defined() ? added.const_data_ptr<T>() : nullptr;
-  const Transposed<T> whole{x.const_data_ptr<T>(), depth, weight.const_data_ptr<T>(), weight.stride(1), bias,
-                            out.mutable_data_ptr<T>(), columns, rows, columns, depth};
-  const int64_t blocks = (columns + COLUMNS - 1) / COLUMNS;
-  const int64_t grain = std::max<int64_t>(WORK / (rows * depth * COLUMNS), 1);
-  at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-    Transposed<T> share = whole;
-    const int64_t first = begin * COLUMNS;
-    share.weight += first, share.out += first;
-    share.bias = bias == nullptr ? nullptr : bias + first;
-    share.columns = std::min(end * COLUMNS, columns) - first;
-    transposed_share(share);
-  });
+  const Operands<T> whole{x.const_data_ptr<T>(), depth, weight.const_data_ptr<T>(), weight.stride(1), bias,
+                          out.mutable_data_ptr<T>(), columns, rows, columns, depth};
+  share_columns(whole, COLUMNS, 1, transposed_share<T>);
 }
 
 Tensor multiplied(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {

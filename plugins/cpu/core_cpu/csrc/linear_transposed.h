@@ -6,6 +6,7 @@
 
 #include <memory>
 
+#include "product.h"
 #include "vectors.h"
 
 #if defined(CORE_CPU_BF16_PAIRS)
@@ -17,18 +18,6 @@ namespace core_cpu {
 constexpr int64_t STREAMS = 8;          // rows of the weight that add to a vector of sums in a register
 constexpr int64_t SUM_BYTES = 1 << 15;  // of sums: they stay in the first cache or near it while the weight passes by
 constexpr int64_t SUM_ROWS = 8;         // rows of x whose sums stay in registers
-
-// One share of a product: x (rows, depth), weight (depth, columns), bias (columns,) or null, out (rows, columns).
-template <typename T>
-struct Transposed {
-  const T* x;
-  int64_t ldx;
-  const T* weight;
-  int64_t ldw;
-  const T* bias;
-  T* out;
-  int64_t ldo, rows, columns, depth;
-};
 
 // How ROWS rows of a weight, times a factor each, add to STEP sums, which are VECTORS vectors.
 template <typename T>
@@ -103,7 +92,7 @@ struct Adding<c10::BFloat16> {
 // weight: its first row. x: R factors of each row, or of each pair. early: bytes by which the weight is fetched ahead of
 // its use, or 0.
 template <int R, typename T>
-void add_rows(const Transposed<T>& share, const T* weight, int64_t apart, int64_t count,
+void add_rows(const Operands<T>& share, const T* weight, int64_t apart, int64_t count,
               const typename Adding<T>::Factors* x, float* sums, int64_t lds, int64_t early) {
   using Add = Adding<T>;
   constexpr int64_t SIZE = static_cast<int64_t>(sizeof(T));
@@ -149,7 +138,7 @@ void add_rows(const Transposed<T>& share, const T* weight, int64_t apart, int64_
 
 // Write the factors of the rows of x: R for each row of the weight, or pair of these, in the order of use.
 template <int R, typename T>
-void put_factors(const Transposed<T>& share, int64_t apart, typename Adding<T>::Factors* to) {
+void put_factors(const Operands<T>& share, int64_t apart, typename Adding<T>::Factors* to) {
   using Add = Adding<T>;
   const int64_t groups = STREAMS / Add::ROWS, rest = share.depth % STREAMS;
   for (int64_t r = 0; r < share.rows; ++r) {
@@ -169,7 +158,7 @@ void put_factors(const Transposed<T>& share, int64_t apart, typename Adding<T>::
 
 // Compute R rows of x, of which those from share.rows on are zeros.
 template <int R, typename T>
-void transposed_rows(const Transposed<T>& share) {
+void transposed_rows(const Operands<T>& share) {
   using Add = Adding<T>;
   const int64_t lds = (share.columns + Add::STEP - 1) / Add::STEP * Add::STEP, groups = STREAMS / Add::ROWS;
   const int64_t apart = share.depth / STREAMS, rest = share.depth % STREAMS;
@@ -193,9 +182,9 @@ void transposed_rows(const Transposed<T>& share) {
   }
 }
 
-// Compute a share, some columns at a time.
+// Compute a share, some columns at a time; the weight is (depth, columns).
 template <typename T>
-void transposed_share(const Transposed<T>& share) {
+void transposed_share(const Operands<T>& share) {
   for (int64_t r = 0; r < share.rows; r += SUM_ROWS) {
     const int64_t rows = std::min(share.rows - r, SUM_ROWS);
     const auto compute = rows > 4   ? transposed_rows<8, T>
@@ -204,7 +193,7 @@ void transposed_share(const Transposed<T>& share) {
                                     : transposed_rows<1, T>;
     const int64_t together = SUM_BYTES / static_cast<int64_t>(sizeof(float)) / rows / 64 * 64;
     for (int64_t c = 0; c < share.columns; c += together) {
-      Transposed<T> part = share;
+      Operands<T> part = share;
       part.rows = rows, part.columns = std::min(share.columns - c, together);
       part.x += r * share.ldx, part.weight += c, part.out += r * share.ldo + c;
       part.bias = share.bias == nullptr ? nullptr : share.bias + c;

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from core.common.passes import LIFTS, Pass, Replacement, view
+from core.common.passes import LIFTS, Guards, Pass, Replacement, view
 
 _VALUES = {"half": 0.5, "one": 1.0, "cubic": 0.044715, "power": 3.0, "root": math.sqrt(2.0 / math.pi)}
 _TOLERANCE = 1e-6  # relative, of constants that models write in decimals: 0.7978845608
@@ -45,6 +45,11 @@ def _refusal(matched: Mapping[str, Any]) -> str | None:
     return None if dtype is not None and dtype.is_floating_point else f"{matched['x']} is {dtype}"
 
 
+def _nothing(graph: fx.Graph) -> str:
+    """Return that a graph has no tanh: the matcher compares each node with each of its own, and few models have one."""
+    return "" if any(view.kind(node) == "tanh" for node in graph.nodes) else "nothing calls tanh"
+
+
 class _Activations(nn.Module):
     """Both spellings."""
 
@@ -71,6 +76,7 @@ FUSE_TANH_GELU = Pass(
     ),
     # A gate's activation belongs to the op of the gate.
     after=LIFTS,
+    guards=Guards(nothing=_nothing),
     examples=examples,
     owner="core_cpu",
 )

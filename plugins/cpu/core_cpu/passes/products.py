@@ -24,7 +24,6 @@ from core.common.passes import (
 )
 
 _PRODUCTS = frozenset({"addmm", "mm", "bmm", "matmul", "einsum"})
-_VIEWS = frozenset({"t", "transpose", "permute", "unsqueeze", "squeeze", "view", "reshape", "getitem", "select"})
 
 
 def nothing(graph: fx.Graph) -> str:
@@ -36,8 +35,7 @@ def nothing(graph: fx.Graph) -> str:
 
 
 def _is_weight(node: fx.Node) -> bool:
-    while view.kind(node) in _VIEWS:
-        (node, *_) = node.all_input_nodes
+    node = view.behind_views(node)
     value = value_of(node)
     if node.op != "placeholder" or not isinstance(value, Tensor) or not value.is_floating_point():
         return False
