@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 from core.common.ops.implementation import OpCall, OpImplementation
 from core.common.passes.context import PassContext
 from core.common.passes.declaration import Pass
-from core.common.passes.pass_guards import Guards
 from core.common.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
 from core.common.passes.norm.rms_norm import LIFT_RMS_NORM
+from core.common.passes.pass_guards import Guards
 from core.common.passes.results import NearMiss, PassResult
 from core.common.passes.rewrite import fuse
 from core.common.passes.sites import Site, near_miss
