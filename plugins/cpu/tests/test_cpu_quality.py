@@ -122,7 +122,7 @@ def test_a_trained_model_keeps_its_choices(scheme: str) -> None:
     (trace,) = program.report().traces
     choices = [choice.implementation for choice in trace.ops if choice.op == op]
     joined = sum(each.matched for each in trace.passes if each.name == "join_quantized_linears")
-    # Of the seven linears of each of four layers, int8 joins query, key and value to one call, and gate and up to another.
+    # Of the seven linears of each of four layers, int8 joins query, key and value to one call, and gate and up too.
     assert (len(choices), joined) == ((8, 8) if scheme == "int8" else (28, 0))
     assert set(choices) == {op.replace("core::", "cpu_")}
     assert found.faults(bound) == [], found
