@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from core.bench import bench as bench_module
-from core.bench import served, start, start_worker
+from core.bench import engines, served, start, start_worker
 from core.bench.bench import Settings, bench, failed, read_references
 from core.bench.cells import BenchReport, Cell, Record
 from core.bench.engines import Engines
@@ -149,7 +149,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch, *, refused: int = 0) -> list[Any]:
                 raise ModelError("a cache", found="1 GiB free", remedy="less")
             super().__init__(loaded, device, config)
 
-    monkeypatch.setattr(served, "Engine", Counted)
+    monkeypatch.setattr(engines, "Engine", Counted)
     return made
 
 
