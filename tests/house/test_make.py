@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILE = "plugins/npu/tests/simulated/simulator/test_build.py"
 # What a `make test` that runs these tests may have been given hands on to a make within.
-GIVEN = {"ARGS", "DOCS_VENV", "EXTRAS", "NPU_VENV", "PYTHON", "TRITON_VENV", "VENV", "WORKERS"}
+GIVEN = {"ARGS", "DOCS_VENV", "EXTRAS", "NPU_VENV", "PYTHON", "RUN_EXTRAS", "TRITON_VENV", "VENV", "WORKERS"}
 CHOOSE = ROOT / "tools" / "choose_python.sh"
 
 
@@ -143,6 +143,12 @@ def test_the_targets_work_in_a_folder_whose_name_has_spaces(tmp_path: Path) -> N
     assert f"{checkout}: core run --device auto\n" in calls
     assert f"{checkout}: python -m pytest --numprocesses" in calls and f"{acme}: python -m pytest --num" in calls
     assert f"{checkout}: ruff check ." in calls and f"{acme}: mypy" in calls
+    # `run` does without what the tests need, and installs nothing once that is there.
+    installed = re.findall(r"pip install .*--editable \.\[(.*)\]", calls)
+    assert installed == ["hf,serve", "hf,dev,conformance"]
+    (checkout / ".venv" / ".installed-to-run").unlink()
+    assert make("test", cwd=checkout).returncode == 0 and make("run", cwd=checkout).returncode == 0
+    assert re.findall(r"pip install .*\[(.*)\]", log.read_text()) == [*installed, "hf,serve"]
 
 
 def test_compiled_modules_are_kept_whatever_the_shell_says(monkeypatch: pytest.MonkeyPatch) -> None:
