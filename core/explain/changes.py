@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import fx
@@ -11,13 +11,16 @@ from torch import fx
 from core.common.passes.sites import MADE_BY, Made, site_name
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
+from core.explain.nodes import NodeRecord, records
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
     """One site of one pass. removed: nodes of the graph before the pass that are gone after it; made: new ones.
 
-    group: equal for changes that build on each other, such as a fusion of what another pass has lifted.
+    group: equal for changes that build on each other, such as a fusion of what another pass has lifted. before, after:
+    the nodes removed and made, as they stood right before and right after the pass, in the order of the graph; a later
+    pass may have taken what this one made.
     """
 
     index: int
@@ -26,12 +29,23 @@ class Change:
     removed: tuple[str, ...]
     made: tuple[str, ...]
     group: int
+    before: tuple[NodeRecord, ...] = ()
+    after: tuple[NodeRecord, ...] = ()
+
+    def to_json(self, *, nodes: bool) -> dict[str, object]:
+        """Return the fields as JSON-ready values; nodes: the records of nodes too."""
+        document = asdict(self)
+        return document if nodes else document | {"before": None, "after": None}
 
 
 class ChangeNotes:
-    """The changes of one run of the passes; `note` is the `observe` of `PassManager.run`."""
+    """The changes of one run of the passes; `note` is the `observe` of `PassManager.run`.
 
-    def __init__(self) -> None:
+    labels, inputs: by placeholder, its name and what it is bound to.
+    """
+
+    def __init__(self, labels: Mapping[str, str], inputs: Mapping[str, str]) -> None:
+        self._labels, self._inputs = labels, inputs
         self._drafts: list[_Draft] = []
         self._maker: dict[str, int] = {}  # node made so far -> its draft
 
@@ -43,13 +57,26 @@ class ChangeNotes:
         kept = {name for name, node in old.items() if name in new and new[name].target == node.target}
         gone = {name: node for name, node in old.items() if name not in kept}
         made = {name: node for name, node in new.items() if name not in kept}
-        for draft in _drafts(report.name, gone, made):
+        drafts = _drafts(report.name, gone, made)
+        if drafts:
+            self._record(drafts, before.graph(), after.graph)
+        for draft in drafts:
             group = len(self._drafts)
             for earlier in {self._maker[name] for name in draft.removed if name in self._maker}:
                 self._merge(self._drafts[earlier].group, group)
             self._drafts.append(draft)
             draft.group = group
             self._maker.update(dict.fromkeys(draft.made, group))
+
+    def _record(self, drafts: Sequence[_Draft], before: fx.Graph, after: fx.Graph) -> None:
+        """Write down the nodes of the sites of a pass, of the graphs before and after it."""
+        removed = {name for draft in drafts for name in draft.removed}
+        made = {name for draft in drafts for name in draft.made}
+        old = {node.name: (at, node) for at, node in enumerate(records(before, self._labels, self._inputs, removed))}
+        new = {node.name: (at, node) for at, node in enumerate(records(after, self._labels, self._inputs, made))}
+        for draft in drafts:
+            draft.before = tuple(node for _, node in sorted((old[name] for name in draft.removed if name in old), key=_place))
+            draft.after = tuple(node for _, node in sorted((new[name] for name in draft.made if name in new), key=_place))
 
     def _merge(self, group: int, into: int) -> None:
         for draft in self._drafts:
@@ -66,6 +93,8 @@ class ChangeNotes:
                 removed=tuple(draft.removed),
                 made=tuple(draft.made),
                 group=draft.group,
+                before=draft.before,
+                after=draft.after,
             )
             for index, draft in enumerate(self._drafts)
         )
@@ -92,6 +121,12 @@ class _Draft:
     removed: list[str]
     made: list[str]
     group: int = -1
+    before: tuple[NodeRecord, ...] = ()
+    after: tuple[NodeRecord, ...] = ()
+
+
+def _place(item: tuple[int, NodeRecord]) -> int:
+    return item[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class StageExplanation:
             "stage": self.stage,
             "num_nodes": {"before": len(self.before), "after": len(self.after)},
             "passes": [report.to_json() for report in self.passes],
-            "changes": [asdict(change) for change in self.changes],
+            "changes": [change.to_json(nodes=nodes) for change in self.changes],
             "layers": [
                 {"layer": name, "before": dict(layer.before), "after": dict(layer.after)}
                 | {"matched": dict(layer.matched), "near_misses": dict(layer.missed)}
@@ -201,12 +201,12 @@ class _Watched:
         # Labels come from the trace itself: a copy no longer knows the origin of its inputs.
         self._labels, self._inputs = input_labels(traced), input_texts(traced)
         self._before: tuple[NodeRecord, ...] = ()
-        self._notes = ChangeNotes()
+        self._notes = ChangeNotes(self._labels, self._inputs)
         self._module: fx.GraphModule | None = None  # that of the stage before
 
     def begin(self, stage: Stage, traced: TracedGraph) -> None:
-        self._before = records(traced.module, self._labels, self._inputs)
-        self._notes = ChangeNotes()
+        self._before = records(traced.module.graph, self._labels, self._inputs)
+        self._notes = ChangeNotes(self._labels, self._inputs)
 
     def note(self, report: PassReport, before: Snapshot, after: fx.GraphModule) -> None:
         self._notes.note(report, before, after)
@@ -218,7 +218,7 @@ class _Watched:
             self.stages[-1] = replace(last, passes=(*last.passes, *reports))
             return
         changes = self._notes.changes()
-        after = records(traced.module, self._labels, self._inputs)
+        after = records(traced.module.graph, self._labels, self._inputs)
         self.stages.append(
             StageExplanation(
                 stage=stage,

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from core.compilation.implementations import ORIGINAL_NODES, REFERENCE
+from core.explain.excerpts import Excerpts
 from core.explain.layer_errors import cell_text, layer_errors
 from core.explain.layers import OUTSIDE, compact, layer_kinds, layer_of, ordered_ops
 from core.explain.text import (
@@ -45,6 +46,7 @@ def to_html(explanation: Explanation) -> str:
     )
     stages = [(phase, stage) for phase in explanation.phases for stage in phase.stages]
     names = list(dict.fromkeys(report.name for _, stage in stages for report in stage.passes))
+    excerpts = Excerpts()
     return environment.from_string(source).render(
         title=next(iter(explanation.model.values()), "graphs"),
         device=explanation.device,
@@ -52,7 +54,8 @@ def to_html(explanation: Explanation) -> str:
         errors=None if explanation.quantization is None else layer_errors(explanation.quantization),
         error_text=cell_text,
         hues=[round(index * _GOLDEN_ANGLE) % 360 for index in range(len(names))],
-        phases=[_Stage(*both, f"p{number}", names).view() for number, both in enumerate(stages)],
+        phases=[_Stage(*both, f"p{number}", names, excerpts).view() for number, both in enumerate(stages)],
+        excerpts=excerpts,
     )
 
 
@@ -105,10 +108,13 @@ class _Section:
 class _Stage:
     """The template's data for one stage of one phase."""
 
-    def __init__(self, phase: PhaseExplanation, stage: StageExplanation, prefix: str, names: Sequence[str]) -> None:
+    def __init__(
+        self, phase: PhaseExplanation, stage: StageExplanation, prefix: str, names: Sequence[str], excerpts: Excerpts
+    ) -> None:
         self._phase = phase
         self._stage = stage
         self._prefix = prefix
+        self._excerpts = excerpts
         self._pass_index = {name: index for index, name in enumerate(names)}
         self._before = {node.name: f"{prefix}b{index}" for index, node in enumerate(stage.before)}
         self._after = {node.name: f"{prefix}a{index}" for index, node in enumerate(stage.after)}
@@ -164,16 +170,21 @@ class _Stage:
     def _link(self, name: str) -> str:
         return self._before.get(name) or self._after.get(name, "")
 
-    def _sites(self, name: str) -> list[tuple[str, str, int]]:
-        """Return each site of a pass with the node to look at: the first it made, else the first it took."""
-        found = []
-        for change in self._stage.changes:
-            if change.pass_name == name:
-                ids = [self._after.get(node, "") for node in change.made]
-                ids += [self._before.get(node, "") for node in change.removed]
-                site = change.site if change.made else f"{change.site} (nothing in its place)"
-                found.append((site, next(filter(None, ids), ""), change.group))
-        return found
+    def _sites(self, name: str) -> list[dict[str, Any]]:
+        """Return each site of a pass: its nodes before and after, with links to those that both graphs still have."""
+        return [
+            {
+                "id": f"{self._prefix}c{change.index}",
+                "name": change.site,
+                "columns": [
+                    ("before", [(node, self._before.get(node.name, "")) for node in change.before]),
+                    ("after", [(node, self._after.get(node.name, "")) for node in change.after]),
+                ],
+                "sources": self._excerpts.of(change.before or change.after),
+            }
+            for change in self._stage.changes
+            if change.pass_name == name
+        ]
 
     def _matrix(self) -> Iterator[tuple[int, str, list[tuple[int, int, bool]]]]:
         """Yield for each pass its matches and near-misses by layer, and whether these are unlike most layers'."""

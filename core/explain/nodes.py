@@ -5,8 +5,10 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from core.compilation.trace.traced import CounterSlot, InputSlot, SizeSlot, Slot
 _MEMBER = re.compile(r"(?:\.?\b_modules|\.?\b_parameters|\.?\b_buffers)?\[(?:'([^']*)'|(\d+))\]")
 _ORIGIN = re.compile(r"^[LG]\['[^']*'\](?:\.__closure__\[\d+\]\.cell_contents)*\.?")
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in .*\n\s*(.*)')
+# What runs a model is not the model's code: PyTorch itself, and what is around a model here.
+_NO_MODEL = (Path(torch.__file__).resolve().parent, Path(__file__).resolve().parents[1])
 _SHORT = 120
 _ADDED = "bound once, added by a pass"
 
@@ -40,8 +44,10 @@ class NodeRecord:
     value: str
     #: Path of its module; may be "".
     path: str
-    #: File, line and text of the model's code.
+    #: File, line and text of the model's code; `file` is its whole path, "" where no code is known, `lineno` from 1.
     source: str
+    file: str = ""
+    lineno: int = 0
     #: Index of the change that made the node (in a graph after the passes) or removed it (in one before); -1 for none.
     change: int = -1
     #: The pass of that change.
@@ -94,19 +100,29 @@ def _source_name(node: fx.Node) -> str:
     return path.strip(".")
 
 
-def records(module: fx.GraphModule, labels: Mapping[str, str], inputs: Mapping[str, str]) -> tuple[NodeRecord, ...]:
-    """Return a record of each node, in order. labels, inputs: by placeholder, its name and what it is bound to."""
-    return tuple(
-        NodeRecord(
-            name=node.name,
-            label=labels.get(node.name, node.name),
-            op=op_name(node),
-            text=inputs.get(node.name, _ADDED) if node.op == "placeholder" else _text(node, labels),
-            value=_value(value_of(node)),
-            path="" if node.op == "placeholder" else path_of(node),
-            source="" if node.op == "placeholder" else _source_line(node.meta.get("stack_trace")),
-        )
-        for node in module.graph.nodes
+def records(
+    graph: fx.Graph, labels: Mapping[str, str], inputs: Mapping[str, str], names: Container[str] | None = None
+) -> tuple[NodeRecord, ...]:
+    """Return a record of each node, in order. labels, inputs: by placeholder, its name and what it is bound to.
+
+    names: of the nodes that are wanted; None for all.
+    """
+    return tuple(_record(node, labels, inputs) for node in graph.nodes if names is None or node.name in names)
+
+
+def _record(node: fx.Node, labels: Mapping[str, str], inputs: Mapping[str, str]) -> NodeRecord:
+    is_input = node.op == "placeholder"
+    file, lineno, source = ("", 0, "") if is_input else _source(node.meta.get("stack_trace"))
+    return NodeRecord(
+        name=node.name,
+        label=labels.get(node.name, node.name),
+        op=op_name(node),
+        text=inputs.get(node.name, _ADDED) if is_input else _text(node, labels),
+        value=_value(value_of(node)),
+        path="" if is_input else path_of(node),
+        source=source,
+        file=file,
+        lineno=lineno,
     )
 
 
@@ -166,12 +182,18 @@ def _value(value: Any) -> str:
     return "int" if isinstance(value, torch.SymInt) else ""
 
 
-def _source_line(trace: str | None) -> str:
-    """Return the innermost line of the model's code, `modeling.py:66: return …`."""
-    *_, innermost = (trace or "").rpartition('File "')
-    frame = _FRAME.match(f'File "{innermost}')
-    if frame is None:
-        return ""
-    file, line, code = frame.groups()
+def _source(trace: str | None) -> tuple[str, int, str]:
+    """Return file and line of the innermost line of the model's code, and both with it: `modeling.py:66: return …`."""
+    frames = _FRAME.findall(trace or "")
+    if not frames:
+        return "", 0, ""
+    of_model = [frame for frame in frames if _is_of_model(frame[0])]
+    file, line, code = (of_model or frames)[-1]
     text = f"{file.replace(os.sep, '/').rpartition('/')[2]}:{line}: {code.strip()}"
-    return text if len(text) <= _SHORT else f"{text[: _SHORT - 1]}…"
+    return file, int(line), text if len(text) <= _SHORT else f"{text[: _SHORT - 1]}…"
+
+
+@cache
+def _is_of_model(file: str) -> bool:
+    path = Path(file).resolve()
+    return not any(path.is_relative_to(folder) for folder in _NO_MODEL)

@@ -45,9 +45,10 @@ class Snapshot:
 
     def module(self) -> fx.GraphModule:
         """Return a module of its own with the graph as it was; tensors and submodules are shared."""
-        return fx.GraphModule(self._root(), self._graph())
+        return fx.GraphModule(self._root(), self.graph())
 
-    def _graph(self) -> fx.Graph:
+    def graph(self) -> fx.Graph:
+        """Return a graph of its own, as it was; it belongs to no module."""
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
         for node, op, name, target, args, kwargs, kind, meta in self._nodes:
@@ -70,7 +71,7 @@ class Snapshot:
             current = getattr(self._module, name)
             current.clear()
             current.update(state)
-        self._module.graph = self._graph()
+        self._module.graph = self.graph()
 
 
 def _resolve(found: dict[str, Any], path: str) -> Any:
