@@ -31,7 +31,7 @@ from core.cli.model_argument import (
     one_model,
     parse_loras,
 )
-from core.cli.output import console, loading, print_core_error, print_json, status
+from core.cli.output import check_file, console, loading, print_core_error, print_items, print_json, status
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
 from core.cli.ranks import EXPERTS, TP, TP_TIMEOUT, check_experts, run_on_ranks, tried, whole_of, why_not_whole
 from core.common.collector import importing
@@ -88,6 +88,7 @@ def run(
     verify: str = typer.Option("off", help="Judge every pass against an fp64 run: off, sample or full."),
     check: bool = typer.Option(True, help="Compare speed, tokens and logits with the eager model."),
     cache: bool = typer.Option(True, help="Keep compiled programs on disk and start from there (docs/cache.md)."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write one self-contained HTML page: what took how long."),
     oracle: bool | None = typer.Option(None, help="Compute the fp64 reference; default: for models small enough."),
     tp: int | None = TP,
     tp_timeout: float = TP_TIMEOUT,
@@ -95,7 +96,8 @@ def run(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead (docs/json.md)."),
 ) -> int:
     """Generate text with any transformers causal LM on one device, and check it against eager."""
-    from core.cli.reports.run import generate, json_of, print_table
+    from core.cli.reports.run import generate, json_of, print_table, write_page
+    from core.cli.reports.timeline import RunTimeline
     from core.engine.config import SamplingParams
     from core.engine.steps.runner import EngineConfig
     from core.host.selection import check_name
@@ -103,6 +105,7 @@ def run(
     model = one_model(model, model_option)
     check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model)
     how = check_experts(experts)
+    check_file("--html", html)
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop)
     )
@@ -123,7 +126,9 @@ def run(
     if (code := run_on_ranks(tp, tp_timeout, draft_model=draft_model, lora=lora)) is not None:
         return code
     quiet = as_json or own_rank() > 0
-    with loading("importing torch", quiet=quiet) as progress:
+    timeline = RunTimeline("importing torch")
+    with loading("importing torch", quiet=quiet) as told:
+        progress = timeline.watched(told)
         with importing():
             from core.engine.lora.merged import why_not
             from core.engine.models.quantizing import Quantize
@@ -144,15 +149,22 @@ def run(
             return 0
         if lora is not None:
             engine.load_lora(_LORA, lora)
-        completions = generate(engine, prompt, params, stream=not as_json)
+        timeline.itemise(engine.report())
+        with timeline.generating(engine):
+            completions = generate(engine, prompt, params, stream=not as_json)
         skipped = why_not_whole(engine.loaded, rank, oracle) if check else "--no-check"
         skipped = skipped or next((why_not(engine.loaded.model, each) for each in engine.loras.values()), "")
+        timeline.mark("comparing with the eager model")
         with status("comparing with the eager model", quiet=quiet):
             comparison = None if skipped else _compare(engine, completions, oracle, whole_of(load, rank, how))
+        if html is not None:
+            write_page(html, engine, comparison, rank, skipped, timeline)
         if as_json:
-            print_json("core.run/1", **json_of(engine, completions, comparison, rank))
+            found = json_of(engine, completions, comparison, rank)
+            print_json("core.run/1", **found, timeline=timeline.to_json(), html=None if html is None else str(html))
         else:
             print_table(console(), engine, comparison, rank, skipped)
+            print_items([] if html is None else [f"\nwritten: {html}"])
     return 0 if comparison is None or comparison.passed else 1
 
 

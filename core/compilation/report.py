@@ -38,6 +38,9 @@ class TraceReport:
     reason: str = ""
     #: Seconds of turning it into ATen ops, no part of `passes_s`; 0.0 where no pass needs them.
     aten_s: float = 0.0
+    #: Seconds of choosing implementations of canonical ops: compiling kernels that choosing waits for, timing those of
+    #: which the fastest runs.
+    choose_s: float = 0.0
     #: The phase whose trace it shares; "" for a trace of its own.
     trace_of: str = ""
     #: What calls became that several implementations take, by bucket.
@@ -156,6 +159,7 @@ class ProgramReport:
         parts = {
             "tracing": sum(trace.trace_s for trace in made),
             "passes": sum(trace.passes_s + trace.aten_s for trace in made),
+            "choosing and building kernels": sum(trace.choose_s for trace in made),
             "lowering": sum(bucket.lower_s for bucket in self.buckets),
             "capturing": self.capture_s,
         }

@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 import torch
@@ -35,6 +33,7 @@ from core.explain.layers import compact, layer_kinds, layer_of
 from core.explain.text import difference, to_text
 from core.host.selection import select_device
 from tests.common.passes.graphs import Stack
+from tests.page import Page
 
 NORMS = PassSwitches(only=("lift_rms_norm", "fuse_add_rms_norm"))
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'"
@@ -290,51 +289,14 @@ def test_names_are_written_in_short() -> None:
     assert compact(names) == "m.layers.0-1,3.mlp, m.norm, m.layers.0.attn"
 
 
-class Page(HTMLParser):
-    """Reads a page: refuses tags that do not nest, ids that occur twice, and anything loaded from elsewhere."""
-
-    VOID = frozenset({"br", "input", "meta"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: set[str] = set()
-        self.links: set[str] = set()
-        self.rows: dict[str, dict[str, Any]] = {}
-        self.texts: list[str] = []
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        attributes = dict(attrs)
-        assert tag not in ("img", "link", "iframe") and "src" not in attributes
-        assert not [name for name in attributes if name.startswith("on")]
-        if "id" in attributes:
-            assert attributes["id"] not in self.ids
-            self.ids.add(attributes["id"])
-        if tag == "a":
-            self.links.add(attributes["href"])
-        if "n" in (attributes.get("class") or "").split():
-            self.rows[attributes["id"]] = attributes
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
 def test_the_page_is_whole_and_needs_nothing_else(stack: PhaseGraph) -> None:
     explanation = explain([stack], device(), switches=NORMS, model={"model": "Stack"})
     text = to_html(explanation)
     page = Page(text)
     stage = stage_of(explanation)
     assert len(page.rows) == len(stage.before) + len(stage.after) - sum(not n.op for n in stage.after) + 1
-    assert page.links
-    assert {link.removeprefix("#") for link in page.links} <= page.ids
+    assert page.places
+    assert page.places <= page.ids
     assert not re.search(r"https?://", text)
     assert "default-src 'none'" in text
     # The nodes of one site carry one number, before and after.
@@ -370,7 +332,7 @@ def test_a_weight_that_a_pass_adds_is_an_input_on_the_page(stack: PhaseGraph) ->
     (added,) = (node for node in stage_of(explanation).after if node.change >= 0)
     assert (added.name, added.text) == ("half_of_it", "bound once, added by a pass")
     page = Page(to_html(explanation))
-    assert {link.removeprefix("#") for link in page.links} <= page.ids
+    assert page.places <= page.ids
     assert any("data-g" in row for row in page.rows.values())
 
 

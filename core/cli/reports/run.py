@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.compilation.report import counted
@@ -11,6 +12,7 @@ from core.compilation.report import counted
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from core.cli.reports.timeline import RunTimeline
     from core.engine.check.comparison import Comparison
     from core.engine.models.loading import LoadedModel
     from core.engine.parallel.rank import Rank
@@ -157,11 +159,26 @@ def print_table(out: Console, engine: Engine, comparison: Comparison | None, ran
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, value in _rows(engine, comparison, rank, skipped):
+    for name, value in _all_rows(engine, comparison, rank, skipped):
         table.add_row(name, value)
-    for warning in (*engine.loaded.warnings, *(engine.draft.warnings if engine.draft is not None else ())):
-        table.add_row("warning", warning)
     out.print(table)
+
+
+def write_page(
+    path: Path, engine: Engine, comparison: Comparison | None, rank: Rank, skipped: str, timeline: RunTimeline
+) -> None:
+    """Write the table of a run, and its timeline, as one HTML page."""
+    from core.cli.reports.page import to_html
+
+    title = f"{type(engine.loaded.model).__name__} on {engine.device.name}"
+    rows = list(_all_rows(engine, comparison, rank, skipped))
+    path.write_text(to_html(title, rows, timeline), encoding="utf-8")
+
+
+def _all_rows(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: str) -> Iterator[tuple[str, str]]:
+    yield from _rows(engine, comparison, rank, skipped)
+    for warning in (*engine.loaded.warnings, *(engine.draft.warnings if engine.draft is not None else ())):
+        yield "warning", warning
 
 
 def json_of(

@@ -208,17 +208,17 @@ class TracedPhase:
             "traced %s: %d nodes in %.2f s, serves %d buckets", self.name, num_nodes, traced.elapsed_s, len(served)
         )
         sizes = [traced.sizes(self._stages.buffers.views(key)) for key in served]
-        examples = self._served_examples(traced, served)
+        examples, options = self._served_examples(traced, served), self._request.options
         rewritten = self._stages.rewriter.rewrite(traced, tokens=self._tokens(served), sizes=sizes, examples=examples)
-        options, implementations = self._request.options, self._request.device.ops
         providers = options.providers or {}
+        start = time.perf_counter()
         with _blaming(rewritten.passes):
-            module = rewritten.traced.module
             choose = choose_implementations if options.deterministic is None else choose_invariant
-            ops = choose(module, implementations, mark=break_names, providers=providers)
+            ops = choose(rewritten.traced.module, self._request.device.ops, mark=break_names, providers=providers)
         for note in unmet(ops, providers):
             self._stages.account.note(note)
         num_breaks = mark_breaks(rewritten.traced.module, break_names) if break_names else 0
+        measured = self._lowering.measure(rewritten.traced, ops, served) if options.measure else ()
         report = TraceReport(
             phase=self.name,
             num_nodes=num_nodes,
@@ -227,7 +227,8 @@ class TracedPhase:
             aten_s=rewritten.aten_s,
             passes=rewritten.passes,
             ops=ops,
-            measured=self._lowering.measure(rewritten.traced, ops, served) if options.measure else (),
+            measured=measured,
+            choose_s=time.perf_counter() - start,
             buckets=served,
             reason=given.reason,
             trace_of=given.trace_of,

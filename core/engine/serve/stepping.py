@@ -183,7 +183,7 @@ class StepLoop:
 
     def _note(self, name: str, start: int, step: Step) -> None:
         if self.timeline is not None:
-            about = {"phase": step.phase, "tokens": step.num_tokens, "sequences": len(step.parts)}
+            about = {"phase": step.phase, "tokens": step.num_tokens, "sequences": len(step.parts), "times": step.times}
             self.timeline.append((name, start, time.perf_counter_ns(), about))
 
     def _undo(self, flight: Flight | None) -> None:
