@@ -157,7 +157,9 @@ def _list_mistakes(as_json: bool) -> int:
         return 0
     from rich.table import Table
 
-    table = Table("mistake", "planted in", "what is wrong", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for column in ("mistake", "planted in", "what is wrong"):
+        table.add_column(column, overflow="fold")
     for each in mistakes():
         table.add_row(each.name, each.of, each.what)
     console().print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -39,7 +40,6 @@ from core.common.collector import importing
 from core.errors import UsageError
 
 if TYPE_CHECKING:
-    from core.compilation.options import Progress
     from core.engine.http.config import ServerConfig
     from core.engine.models.quantizing import Quantize
     from core.engine.models.sharding import ExpertCut
@@ -231,7 +231,12 @@ def _engine(
             say("quantising")
             loaded = scheme.apply(loaded)
         say("compiling")
-        progress: Progress = lambda what, done, total: say(what)  # noqa: E731  (a callback)
+        log = logging.getLogger("core.serve")
+
+        def progress(what: str, done: int, total: int) -> None:
+            say(what)
+            log.info("starting", extra={"fields": {"what": what, "done": done, "of": total}})
+
         return make_engine(loaded, device, config, rank, progress=progress, failed=_stop)
 
 

@@ -188,7 +188,7 @@ def _verdict(measured: Sequence[_Measured], num_elements: int) -> Verdict:
         reason = f"the yardstick itself is off: eager's error is {off:.2g} of the reference"
         ratios = [math.inf, math.inf]
     elif not all(ratio <= 1 for ratio in ratios):  # a NaN ratio must fail
-        reason = f"error over bound: rms {ratios[0]:.3g}, max {ratios[1]:.3g} (1 passes)"
+        reason = f"error over bound: rms {ratios[0]:.3g}, max {ratios[1]:.3g} (allowed: 1)"
     return Verdict(
         passed=not reason,
         reason=reason,

@@ -108,25 +108,28 @@ def _names_of_dimensions(examples: Mapping[str, Tensor], dynamic: Dynamic | None
     if dynamic is None:
         return {}
     if not isinstance(dynamic, (Mapping, Sequence)) or isinstance(dynamic, str):
-        raise _wrong(f"dynamic={dynamic!r}", f"a {type(dynamic).__name__}")
+        raise _wrong(f"dynamic={dynamic!r}", f"a {type(dynamic).__name__}", next(iter(examples), "x"))
     if not isinstance(dynamic, Mapping):
         dynamic = dict(zip(examples, dynamic, strict=False))
     found = {}
     for name, dims in dynamic.items():
         if name not in examples:
-            raise _wrong(f"dynamic dimensions of {name!r}", f"the inputs are {', '.join(examples)}")
+            raise _wrong(f"dynamic dimensions of {name!r}", f"the inputs are {', '.join(examples)}", next(iter(examples), "x"))
         if dims is not None and not isinstance(dims, (Mapping, tuple, list)):
-            raise _wrong(f"dynamic dimensions {dims!r} of {name!r}", f"a {type(dims).__name__}")
+            raise _wrong(f"dynamic dimensions {dims!r} of {name!r}", f"a {type(dims).__name__}", name)
         for place, dim in dict(dims if isinstance(dims, Mapping) else enumerate(dims or ())).items():
             if dim is None:
                 continue
             rank = examples[name].dim()
             text = dim if isinstance(dim, str) else getattr(dim, "__name__", None)
             if not isinstance(place, int) or not -rank <= place < rank or not isinstance(text, str):
-                raise _wrong(f"dynamic dimension {place!r}: {dim!r} of {name!r}", f"its example has {rank} dimensions")
+                asked = f"dynamic dimension {place!r}: {dim!r} of {name!r}"
+                raise _wrong(asked, f"its example has {rank} dimensions", name)
             found[name, place % rank] = text
     return found
 
 
-def _wrong(asked: str, found: str) -> UsageError:
-    return UsageError(asked, found=found, remedy="write it like dynamic={'x': {0: 'batch'}}, by input and dimension")
+def _wrong(asked: str, found: str, name: str) -> UsageError:
+    """name: of an input of this very model, which what to write is shown with."""
+    remedy = f"write it like dynamic={{{name!r}: {{0: 'batch'}}}}, by input and dimension"
+    return UsageError(asked, found=found, remedy=remedy)

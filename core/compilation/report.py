@@ -198,7 +198,7 @@ class ProgramReport:
             )
             lines += [f"    {name}: {count}" for name, count in sorted(ops.items())]
             lines += [f"    {line}" for line in _measured_lines(trace)]
-            told = [p for p in trace.passes if _has_news(p)]
+            told = [p for p in trace.passes if p.has_news]
             lines += [f"    {p.summary()}" for p in told]
             lines += _quiet_line(trace.passes, bool(told))
         for bucket in self.buckets:
@@ -250,20 +250,12 @@ def _origin(trace: TraceReport) -> str:
 def _measured_lines(trace: TraceReport) -> list[str]:
     """Say which implementations were the fastest, and in how many buckets."""
     calls = Counter((each.op, each.implementation) for each in trace.measured for _ in each.nodes)
-    return [f"{op} by time -> {name}: {count} calls in all buckets" for (op, name), count in sorted(calls.items())]
-
-
-def _has_news(report: PassReport) -> bool:
-    """Tell whether a pass did anything, or had near-misses, that the report should name.
-
-    A pass that was skipped did nothing: on each device and model many are, and `to_json` has the reasons.
-    """
-    return bool(report.matched or report.error or report.near_misses or report.expected)
+    return [f"{op} by time -> {name}: {counted(count, 'calls')} in all buckets" for (op, name), count in sorted(calls.items())]
 
 
 def _quiet_line(passes: Sequence[PassReport], others: bool) -> list[str]:
     """Return a line that counts the passes without news; none where there are none. others: whether any has news."""
-    quiet = [each for each in passes if not _has_news(each)]
+    quiet = [each for each in passes if not each.has_news]
     skipped = sum(bool(each.skipped) for each in quiet)
     if not quiet:
         return []

@@ -73,8 +73,8 @@ def phase_summary(phase: PhaseExplanation) -> str:
     shapes = ", ".join(f"{name} {shape}" for name, shape in phase.inputs.items())
     aten = f"turned into ATen ops in {phase.aten_s:.2f} s, " if phase.aten_s else ""
     return (
-        f"{shapes}; traced in {phase.trace_s:.2f} s, passes {phase.passes_s * 1e3:.1f} ms, {aten}"
-        f"implementations chosen in {phase.lower_s * 1e3:.1f} ms"
+        f"{shapes}; traced in {phase.trace_s:.2f} s, passes {phase.passes_s:.2f} s, {aten}"
+        f"implementations chosen in {phase.lower_s:.2f} s"
     )
 
 

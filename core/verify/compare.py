@@ -148,7 +148,7 @@ def _few(result: Tensor, old: Tensor, reference: Tensor, slack: float) -> tuple[
         float(r[keep].pow(2).mean().sqrt()) if keep.any() else 0
     )
     ratio = errors[0] / bound if bound else (_INF if errors[0] else 0.0)
-    return (f"error over bound: max {ratio:.3g} (1 passes)" if ratio > 1 else ""), ratio
+    return (f"error over bound: max {ratio:.3g} (allowed: 1)" if ratio > 1 else ""), ratio
 
 
 def _both_nan(result: Tensor, old: Tensor) -> bool:

@@ -140,7 +140,7 @@ def failure(report: PassReport, found: Verification) -> PassError:
     others = f"; {len(found.findings) - 1} more" if len(found.findings) > 1 else ""
     return PassError(
         f"verifying pass {report.name!r} of {report.owner} ({report.matched} sites)",
-        found=f"at {found.fault.where}: {found.fault.reason} (ratio {found.fault.ratio:.3g}, 1 passes){others}",
+        found=f"at {found.fault.where}: {found.fault.reason} (ratio {found.fault.ratio:.3g}, allowed: 1){others}",
         remedy=f"leave it out (passes without {report.name!r}) and report it to {report.owner}",
     )
 

@@ -141,10 +141,15 @@ def test_the_table_fits_80_columns_and_what_was_skipped_stands_below_it(
     assert not any("acme_idle" in line for line in table)
 
 
-def test_the_mistakes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_mistakes_are_listed_and_no_name_is_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["bisect", "--inject", "help"]) == 0
     out = capsys.readouterr().out
     assert all(mistake.name in out and mistake.of in out for mistake in mistakes())
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["bisect", "--inject", "help"]) == 0
+    assert "…" not in capsys.readouterr().out
     assert main(["bisect", "--inject", "help", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["mistakes"]
     assert {row["name"]: row["pass"] for row in rows} == {mistake.name: mistake.of for mistake in mistakes()}

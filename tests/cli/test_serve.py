@@ -92,7 +92,7 @@ def test_a_port_that_is_taken_is_said(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_a_process_serves_until_sigterm_and_finishes_its_streams(tmp_path: Path) -> None:
     log = tmp_path / "log"
     environment = {**os.environ, "CORE_API_KEY": "kept-secret"}
-    with serve_process(["--device", "cpu", "--mode", "off"], log, environment) as (process, told):
+    with serve_process(["--device", "cpu", "--lowering", "inline"], log, environment) as (process, told):
         body = {"prompt": "This", "max_tokens": 60, "ignore_eos": True, "temperature": 0, "stream": True}
         headers = {"Authorization": "Bearer kept-secret"}
         with httpx.stream("POST", f"{told['url']}/v1/completions", json=body, headers=headers, timeout=60) as answer:
@@ -107,3 +107,9 @@ def test_a_process_serves_until_sigterm_and_finishes_its_streams(tmp_path: Path)
     (generation,) = [each for each in events if each["event"] == "generation"]
     assert generation["outcomes"] == ["length"] and generation["completion_tokens"] == 60
     assert "kept-secret" not in log.read_text()
+    # The start tells how far it is, by lines that can be read.
+    steps = [each["what"] for each in events if each["event"] == "starting"]
+    assert any(step.startswith("trace ") for step in steps) and any(step.startswith("capture ") for step in steps)
+    before = [each["event"] for each in events[: [each["event"] for each in events].index("serving")]]
+    assert not [event for event in before if " 0 matched" in event or "skipped" in event]
+    assert sum(event.startswith("compile cache: ") for event in before) <= 3

@@ -124,3 +124,10 @@ def test_calls_by_place_are_checked() -> None:
         program(X, x=X)
     with refused(UsageError, "input 'x'", "a int"):
         program(3)  # type: ignore[arg-type]
+
+
+def test_what_to_write_names_an_input_that_the_model_has() -> None:
+    with refused(UsageError, "dynamic={'x': {0: 'batch'}}"):
+        compiled(lambda x: x, example_inputs=(X,), dynamic={"hidden": {0: "batch"}})
+    with refused(UsageError, "dynamic={'states': {0: 'batch'}}"):
+        compiled(lambda states: states, example_inputs=(X,), dynamic={"x": {0: "batch"}})

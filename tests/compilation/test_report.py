@@ -9,6 +9,7 @@ from core.common.graphs.backend import GraphKey
 from core.common.passes.results import NearMiss
 from core.compilation.capture.bucket_report import BucketReport
 from core.compilation.implementations import OpChoice
+from core.compilation.measuring import MeasuredChoice
 from core.compilation.report import ProgramReport, TraceReport
 from core.compilation.rewrite.pass_report import PassReport
 
@@ -146,3 +147,11 @@ def test_to_json_leaves_the_report_as_it_was() -> None:
 def test_parts_are_json_ready_by_themselves() -> None:
     assert json.loads(json.dumps(PASS.to_json()))["expected"] == 4
     assert json.loads(json.dumps(asdict(CHOICES[1])))["implementation"] == "reference"
+
+
+def test_one_measured_call_is_no_calls() -> None:
+    whole = report()
+    for nodes, told in ((("a",), "1 call in all"), (("a", "b"), "2 calls in all")):
+        choice = MeasuredChoice(op="core::linear", bucket=KEYS[0], nodes=nodes, implementation="acme", times_us=())
+        text = str(replace(whole, traces=(replace(whole.traces[0], measured=(choice,)),)))
+        assert f"core::linear by time -> acme: {told} buckets" in text

@@ -208,7 +208,7 @@ def _by_steps(values: list[Tensor], step: Tensor) -> tuple[float, str]:
         error / bound if bound else 0.0 for error, bound in zip((_rms(ours), float(ours.max())), bounds, strict=True)
     ]
     worst = max(ratios) if result.isfinite().all() else _INF
-    return worst, "" if worst <= 1 else f"error over bound: rms {ratios[0]:.3g}, max {ratios[1]:.3g} (1 passes)"
+    return worst, "" if worst <= 1 else f"error over bound: rms {ratios[0]:.3g}, max {ratios[1]:.3g} (allowed: 1)"
 
 
 def _rms(values: Tensor) -> float:

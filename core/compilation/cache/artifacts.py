@@ -95,7 +95,7 @@ class GraphArtifacts:
         try:
             (made / _FACTORS).write_text(text, encoding="utf-8")
             _seal(made)
-            log.info("compile cache: wrote %s", self.folders.put(made, name, check))
+            log.debug("compile cache: wrote %s", self.folders.put(made, name, check))
         except (OSError, Untrusted) as reason:  # the artefact is loaded; failing to keep it must not lose it
             log.warning("compile cache: what was compiled of a graph can't be kept: %s", reason)
 
@@ -133,7 +133,7 @@ def _find(folders: WholeFolders, name: str, load: Callable[[Path], _Loaded]) -> 
         log.warning("compile cache: artefact %s is not used and made anew: %s", name[:12], reason)
         folders.remove(path)
         return None
-    log.info("compile cache: loaded %s from %s", name[:12], folders.folder)
+    log.debug("compile cache: loaded %s from %s", name[:12], folders.folder)
     return loaded
 
 

@@ -167,7 +167,7 @@ class PassManager:
         context = self._context(declared, run)
         skipped = self._unprofitable.get(declared.name) or context.refusal()
         if skipped is not None:
-            log.info("pass %s: skipped, %s", declared.name, skipped)
+            log.debug("pass %s: skipped, %s", declared.name, skipped)
             return self._report(declared, PassResult(matched=0), start, skipped=skipped)
         before, num_constants = Snapshot(run.graph), run.num_constants
         if run.constants is not None:
@@ -195,7 +195,8 @@ class PassManager:
             return self._report(declared, PassResult(matched=0), start, expected=expected, error=str(failure))
         if run.observe is not None and changed:
             run.observe(report, before, run.graph)
-        log.info("%s", report.summary())
+        # Dozens of passes fit no given model: a log that names them hides those that do.
+        log.log(logging.INFO if report.has_news else logging.DEBUG, "%s", report.summary())
         return report
 
     def _apply(self, declared: Pass, context: PassContext, before: Snapshot, num_constants: int) -> PassResult:

@@ -45,6 +45,14 @@ class PassReport:
         return f"pass {self.name}: {self.matched}{owed} matched{near} in {self.elapsed_ms:.1f} ms{verified}"
 
     @property
+    def has_news(self) -> bool:
+        """Whether it did anything, failed, or had near-misses or owed sites, that a report should name.
+
+        A pass that was skipped did nothing: on each device and model many are, and `to_json` has the reasons.
+        """
+        return bool(self.matched or self.error or self.near_misses or self.expected)
+
+    @property
     def is_unverified(self) -> bool:
         """True where it was to be verified and could not be."""
         return self.verification not in ("", VERIFIED)

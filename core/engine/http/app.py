@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
@@ -35,6 +36,9 @@ from core.engine.serve.engine import Engine
 from core.engine.serve.load import load_of
 from core.engine.serve.prompts import EncodedPrompt, Prompt
 from core.errors import CoreError, ModelError
+
+_SHORT = 200
+"""Characters of a path that an answer repeats."""
 
 
 class Service:
@@ -231,11 +235,13 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
+async def _refuse(http: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         error = of_validation(error)
     elif isinstance(error, HTTPException):
-        error = ApiError(error.status_code, str(error.detail))
+        paths = sorted({route.path for route in http.app.routes if isinstance(route, APIRoute)})
+        asked = f"{http.method} {http.url.path[:_SHORT]}"
+        error = ApiError(error.status_code, f"{error.detail}: {asked}; there is {', '.join(paths)}")
     elif isinstance(error, CoreError):
         error = of_core(error)
     if not isinstance(error, ApiError):

@@ -29,7 +29,7 @@ def apply_template(messages: Sequence[Mapping[str, Any]], loaded: LoadedModel) -
         raise ModelError(
             f"encode a chat of {len(messages)} messages",
             found="the tokenizer has no chat template",
-            remedy="pass a text instead, or use a model that was trained for chats",
+            remedy="pass a text instead (over HTTP by /v1/completions), or use a model that was trained for chats",
         )
     try:
         ids = tokenizer.apply_chat_template(

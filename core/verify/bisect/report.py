@@ -103,7 +103,7 @@ class Bisection:
             return "NOTHING WAS JUDGED: no value was compared, so nothing is known"
         worst = max(step.worst_ratio for step in self.steps)
         rest = f"; {len(self.open_questions)} steps could not be judged in full" if self.open_questions else ""
-        return f"within the criterion: {self.num_values} values judged, worst ratio {worst:.3g} (1 passes){rest}"
+        return f"within the criterion: {self.num_values} values judged, worst ratio {worst:.3g} (allowed: 1){rest}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the document's fields as JSON-ready values."""

@@ -248,7 +248,7 @@ def test_what_is_promised_may_depend_on_the_graph() -> None:
 
 def test_a_guarded_pass_is_skipped_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     guarded = rewrite(add_to_sub, expect=1, guards=Guards(world_size=(2, None), tokens=(1, 8)))
-    with caplog.at_level(logging.INFO, "core.passes"):
+    with caplog.at_level(logging.DEBUG, "core.passes"):
         (report,) = PassManager([guarded], strict=True).run(graph())
     assert (report.skipped, report.matched, report.expected) == ("world size 1 is outside 2..", 0, None)
     assert "acme_pass: skipped, world size 1" in caplog.text

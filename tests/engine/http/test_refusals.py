@@ -99,8 +99,10 @@ def test_what_is_no_request_is_refused(served: Served) -> None:
     headers = {"Content-Type": "application/json"}
     assert error(served.http.post("/v1/completions", content="{", headers=headers), 400)["code"] == "invalid_json"
     assert error(served.http.post("/v1/completions", content="[1]", headers=headers), 400)["param"] is None
-    error(served.http.get("/v1/nothing"), 404)
-    error(served.http.get("/v1/completions"), 405)
+    nothing = error(served.http.get("/v1/nothing"), 404)["message"]
+    assert nothing.startswith("Not Found: GET /v1/nothing; there is ") and "/v1/chat/completions" in nothing
+    assert len(error(served.http.get(f"/v1/{'n' * 5000}"), 404)["message"]) < 1000
+    assert "GET /v1/completions" in error(served.http.get("/v1/completions"), 405)["message"]
     assert error(served.post("/v1/completions", **BODY, model="gpt"), 404)["code"] == "model_not_found"
     error(served.post("/tokenize", model="tiny"), 400)
     assert error(served.post("/detokenize", tokens=[99999]), 400)["param"] == "tokens"
