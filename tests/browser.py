@@ -20,10 +20,12 @@ _MEASURE = """
   for (const element of document.body.querySelectorAll("*")) {
     const box = element.getBoundingClientRect();
     let scrolls = false;
-    for (let over = element; over; over = over.parentElement) scrolls ||= ["auto", "scroll"].includes(getComputedStyle(over).overflowX);
+    for (let over = element; over; over = over.parentElement)
+      scrolls ||= ["auto", "scroll"].includes(getComputedStyle(over).overflowX);
     if (box.width && box.right > edge + 1 && !scrolls) cut.push(element.tagName + "." + element.className);
   }
-  const found = {width: window.innerWidth, overflow: document.documentElement.scrollWidth - edge, cut: cut.slice(0, 5), ...extra};
+  const overflow = document.documentElement.scrollWidth - edge;
+  const found = {width: window.innerWidth, overflow, cut: cut.slice(0, 5), ...extra};
   const note = document.createElement("pre");
   note.id = "measured";
   note.textContent = JSON.stringify(found);
@@ -34,15 +36,20 @@ _MEASURE = """
 # A window has a least width, which is wider than a phone; a frame has none.
 _FRAME = """<!DOCTYPE html>
 <iframe id="frame" style="border: 0; width: %dpx; height: 900px" srcdoc="%s"></iframe>
-<script>onload = () => document.body.append(document.getElementById("frame").contentDocument.getElementById("measured"));</script>
+<script>
+onload = () => {
+  const inside = document.getElementById("frame").contentDocument;
+  document.body.append(inside.getElementById("measured"));
+};
+</script>
 """
 
 
 def measured(page: str, width: int, script: str, folder: Path) -> dict[str, Any]:
     """Return what a browser finds on a page in a window so wide.
 
-    `width`, `overflow` (pixels by which the page is wider than its window), `cut` (elements that reach over the edge and
-    can't be scrolled to), and the fields of the object that `script`, the body of a function, returns.
+    `width`, `overflow` (pixels by which the page is wider than its window), `cut` (elements that reach over the edge
+    and can't be scrolled to), and the fields of the object that `script`, the body of a function, returns.
     """
     # The page itself forbids nothing that this needs: scripts in it run, as its own do.
     allowed = page.replace("style-src 'unsafe-inline'\"", "style-src 'unsafe-inline'; script-src 'unsafe-inline'\"")

@@ -7,8 +7,8 @@ from typing import Any
 
 
 class Page(HTMLParser):
-    """Reads a page: refuses tags that do not nest, ids that occur twice, anything loaded from elsewhere, and a table that
-    a narrow window would cut."""
+    """Reads a page: refuses tags that do not nest, ids that occur twice, anything loaded from elsewhere, and a table
+    that a narrow window would cut."""
 
     VOID = frozenset({"br", "input", "meta", "wbr"})
 

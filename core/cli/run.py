@@ -88,7 +88,7 @@ def run(
     verify: str = typer.Option("off", help="Judge every pass against an fp64 run: off, sample or full."),
     check: bool = typer.Option(True, help="Compare speed, tokens and logits with the eager model."),
     cache: bool = typer.Option(True, help="Keep compiled programs on disk and start from there (docs/cache.md)."),
-    html: Path | None = typer.Option(None, metavar="FILE", help="Write one self-contained HTML page: what took how long."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write one self-contained HTML page, with a timeline."),
     oracle: bool | None = typer.Option(None, help="Compute the fp64 reference; default: for models small enough."),
     tp: int | None = TP,
     tp_timeout: float = TP_TIMEOUT,

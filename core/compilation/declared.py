@@ -114,7 +114,9 @@ def _names_of_dimensions(examples: Mapping[str, Tensor], dynamic: Dynamic | None
     found = {}
     for name, dims in dynamic.items():
         if name not in examples:
-            raise _wrong(f"dynamic dimensions of {name!r}", f"the inputs are {', '.join(examples)}", next(iter(examples), "x"))
+            raise _wrong(
+                f"dynamic dimensions of {name!r}", f"the inputs are {', '.join(examples)}", next(iter(examples), "x")
+            )
         if dims is not None and not isinstance(dims, (Mapping, tuple, list)):
             raise _wrong(f"dynamic dimensions {dims!r} of {name!r}", f"a {type(dims).__name__}", name)
         for place, dim in dict(dims if isinstance(dims, Mapping) else enumerate(dims or ())).items():

@@ -250,7 +250,10 @@ def _origin(trace: TraceReport) -> str:
 def _measured_lines(trace: TraceReport) -> list[str]:
     """Say which implementations were the fastest, and in how many buckets."""
     calls = Counter((each.op, each.implementation) for each in trace.measured for _ in each.nodes)
-    return [f"{op} by time -> {name}: {counted(count, 'calls')} in all buckets" for (op, name), count in sorted(calls.items())]
+    return [
+        f"{op} by time -> {name}: {counted(count, 'calls')} in all buckets"
+        for (op, name), count in sorted(calls.items())
+    ]
 
 
 def _quiet_line(passes: Sequence[PassReport], others: bool) -> list[str]:

@@ -75,8 +75,8 @@ class ChangeNotes:
         old = {node.name: (at, node) for at, node in enumerate(records(before, self._labels, self._inputs, removed))}
         new = {node.name: (at, node) for at, node in enumerate(records(after, self._labels, self._inputs, made))}
         for draft in drafts:
-            draft.before = tuple(node for _, node in sorted((old[name] for name in draft.removed if name in old), key=_place))
-            draft.after = tuple(node for _, node in sorted((new[name] for name in draft.made if name in new), key=_place))
+            draft.before = _in_order(old, draft.removed)
+            draft.after = _in_order(new, draft.made)
 
     def _merge(self, group: int, into: int) -> None:
         for draft in self._drafts:
@@ -125,8 +125,10 @@ class _Draft:
     after: tuple[NodeRecord, ...] = ()
 
 
-def _place(item: tuple[int, NodeRecord]) -> int:
-    return item[0]
+def _in_order(known: Mapping[str, tuple[int, NodeRecord]], names: Sequence[str]) -> tuple[NodeRecord, ...]:
+    """Return the records of these names by their place in the graph."""
+    found = (known[name] for name in names if name in known)
+    return tuple(node for _, node in sorted(found, key=lambda item: item[0]))
 
 
 @dataclass(frozen=True, slots=True)

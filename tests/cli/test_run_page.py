@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_spans_follow_each_other_and_work_goes_on_behind_what_is_counted(clock: 
         ("making the engine", 0.5),
     ]
     spans = timeline.spans()
-    assert spans[0].start_s == 0.0 and all(a.end_s == b.start_s for a, b in zip(spans, spans[1:], strict=False))
+    assert spans[0].start_s == 0.0 and all(a.end_s == b.start_s for a, b in pairwise(spans))
 
 
 def program(**times: float) -> ProgramReport:
@@ -160,7 +161,10 @@ def test_the_page_needs_nothing_else_and_all_that_it_says_is_text(clock: Clock) 
     page = Page(text)
     assert HOSTILE not in text and "".join(page.texts).count(HOSTILE) == 5
     assert "<script" not in text and "default-src 'none'" in text
-    assert re.findall(r'class="name">([^<]*)</span>', text)[-2:] == ["1  decode, 1 token", "2  decode, 1 token, 3 times"]
+    assert re.findall(r'class="name">([^<]*)</span>', text)[-2:] == [
+        "1  decode, 1 token",
+        "2  decode, 1 token, 3 times",
+    ]
     ends = [float(left) + float(width) for left, width in re.findall(r"left: ([\d.]+)%; width: ([\d.]+)%", text)]
     assert ends and max(ends) <= 100.2
 

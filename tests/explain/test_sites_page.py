@@ -110,7 +110,10 @@ def test_the_line_is_that_of_the_models_own_code_and_nothing_in_it_is_markup(
 ) -> None:
     explanation = explained(own_model(tmp_path, monkeypatch), PassSwitches(only=("lift_linear",)))
     linear = next(each for each in explanation.phases[0].stages[0].before if each.op == "linear")
-    assert (Path(linear.file).name, linear.lineno) == ("own_model.py", MODEL[: MODEL.index("y = self.up")].count("\n") + 1)
+    assert (Path(linear.file).name, linear.lineno) == (
+        "own_model.py",
+        MODEL[: MODEL.index("y = self.up")].count("\n") + 1,
+    )
     text = to_html(explanation)
     assert HOSTILE not in text and "own_model.py" in text
     assert HOSTILE in "".join(Page(text).texts)

@@ -71,6 +71,7 @@ def judge_divergence(result: Tensor, eager: Tensor, reference: Tensor) -> tuple[
     if ratio <= 1:
         return ratio, ""
     return ratio, (
-        f"divergence over bound {where}: {ratio:.3g} (allowed: 1); KL(R||G) is {float(ours.mean()):.2g} nats on average "
-        f"and {float(ours.max()):.2g} at most, KL(R||E) {float(theirs.mean()):.2g} and {float(theirs.max()):.2g}"
+        f"divergence over bound {where}: {ratio:.3g} (allowed: 1); KL(R||G) is {float(ours.mean()):.2g} nats on "
+        f"average and {float(ours.max()):.2g} at most, "
+        f"KL(R||E) {float(theirs.mean()):.2g} and {float(theirs.max()):.2g}"
     )
