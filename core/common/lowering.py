@@ -39,6 +39,10 @@ class Bindable(Protocol):
 _Loaded = TypeVar("_Loaded")
 
 
+class Unavailable(OSError):
+    """What kept files need can't be had in this process, such as a library that can't be built: they are in order."""
+
+
 class Artifacts(Protocol):
     """Where a lowering keeps files that it made of one graph, so that a later process need not make them."""
 
@@ -48,7 +52,8 @@ class Artifacts(Protocol):
         factors: what else the files depend on, such as a compiler's version and options. Counted already are the graph,
         its placeholders (without their content), the versions and source of packages, torch's switches and the device.
         make: gets an empty folder and writes files there, no folders. load: gets a folder that may be gone afterwards.
-        Exceptions of `make` propagate. Files kept from an earlier request are made anew if `load` fails on them.
+        Exceptions of `make` propagate. Files kept from an earlier request are made anew if `load` fails on them, except
+        by `Unavailable`, which propagates: what would be made could not be loaded either.
         """
         ...
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from core.common.graphs.weak import overlaps
-from core.common.lowering import UNKEPT, in_one_step
+from core.common.lowering import UNKEPT, Unavailable, in_one_step
 from core.common.under_way import Steps, finish
 from core.compilation.cache.differences import Factors
 from core.compilation.cache.entry import Damaged, Gone, as_json
@@ -59,6 +59,7 @@ class GraphArtifacts:
     def use(self, factors: Mapping[str, str], make: Callable[[Path], None], load: Callable[[Path], _Loaded]) -> _Loaded:
         """Return what `load` makes of the files for these factors, made by `make` if there are none that it can load.
 
+        Raises `Unavailable` as `load` does: the files stay.
         Where they can't be kept, the log says why, and they are made for this time only.
         """
         return finish(self.begin(factors, in_one_step(make), load))
@@ -77,6 +78,8 @@ class GraphArtifacts:
                 return found[0]
             self.folders.open()
             made = self.folders.aside()
+        except Unavailable:
+            raise
         except (OSError, Untrusted, Uncacheable) as reason:
             log.warning("compile cache: not used for what is compiled of a graph: %s", reason)
             return (yield from UNKEPT.begin(factors, make, load))
@@ -128,6 +131,8 @@ def _find(folders: WholeFolders, name: str, load: Callable[[Path], _Loaded]) -> 
         if path.exists():
             raise
         return None
+    except Unavailable:
+        raise
     except Exception as error:  # whatever is wrong with an artefact, it can be made again
         reason = str(error) if isinstance(error, Damaged) else f"it can't be loaded: {type(error).__name__}: {error}"
         log.warning("compile cache: artefact %s is not used and made anew: %s", name[:12], reason)

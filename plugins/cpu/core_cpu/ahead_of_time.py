@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,14 +30,18 @@ from core.common.under_way import Steps, finish
 from core.errors import LoweringError, one_line
 from core_cpu.compiler import find_cxx_compiler
 from core_cpu.direct_calls import SETTING, DirectCalls, load_kernels
-from core_cpu.extension import instructions
+from core_cpu.extension import SOURCE_DIGESTS, instructions
 from core_cpu.graph import CONTAINER, Graph, require
 from core_cpu.shared_object import MODEL, build
 
 _OBJECT, _CUSTOM_OPS = "graph.so", "graph.json"
 """The second file describes the calls of a graph's custom ops; it lies beside the first under the same name."""
+_RETRIED = "container.txt"
+"""Says why a graph is in torch's own container that could do without."""
 _compiled: list[str] = []
-"""One item for each graph that was compiled in this process."""
+"""One item for each time that a graph was compiled in this process."""
+_INDUCTOR = threading.Lock()
+"""Held by the thread for which Inductor is changed: the change is the whole process's."""
 
 
 def inductor(request: LoweringRequest) -> FlatCallable:
@@ -56,7 +61,7 @@ def begin_inductor(request: LoweringRequest) -> Steps[FlatCallable]:
     refuse_shared_writes(graph, examples)
     try:
         require()  # or what was kept would be taken for damaged, and what is made now could not be run
-        compiled = yield from request.artifacts.begin(factors(), partial(_compile, graph, examples), _load)
+        compiled, contained = yield from request.artifacts.begin(factors(), partial(_compile, graph, examples), _load)
     except Exception as error:  # any part of the compiler may raise
         request.note(
             "a graph is compiled by Inductor at each start, as AOTInductor refuses it: "
@@ -64,6 +69,8 @@ def begin_inductor(request: LoweringRequest) -> Steps[FlatCallable]:
         )
         fixed = compile_fixed(graph, examples)
         return lambda *args: fixed(*[args[i] for i in kept], *constants)
+    if contained:
+        request.note(f"a graph is run in torch's own container, as its code without can't be used: {contained}")
     return _Step(compiled, kept, constants, examples)
 
 
@@ -125,11 +132,14 @@ def _compile(graph: fx.GraphModule, examples: list[Tensor], folder: Path) -> Ste
     with TemporaryDirectory(prefix="core-") as made:
         with torch.no_grad(), _quiet(), _known_instructions():
             generated: Any = torch._inductor.aot_compile(copy, tuple(examples), options=_options(made, direct))
-        contained = yield from build([name for name in generated if isinstance(name, str)], folder / _OBJECT)
+        files = [name for name in generated if isinstance(name, str)]
+        built = yield from build(files, folder / _OBJECT, Graph)
         for found in Path(made).glob("*.wrapper.json"):
             shutil.move(found, folder / _CUSTOM_OPS)
-    direct.write(folder, *((CONTAINER,) if contained else ()))
-    _compiled.append(str(folder))
+    direct.write(folder, *((CONTAINER,) if built.contained else ()))
+    if built.reason:
+        (folder / _RETRIED).write_text(built.reason, encoding="utf-8")
+    _compiled.extend([str(folder)] * (2 if built.reason else 1))
 
 
 def _options(folder: str, direct: DirectCalls) -> dict[str, Any]:
@@ -172,24 +182,28 @@ def _known_instructions() -> Iterator[None]:
     """Spare Inductor its trials of instructions that the plugin's kernels, loaded by now, are compiled with.
 
     It asks torch what the processor has, and then compiles and loads a library for each set: 1 to 2 s, in which nothing
-    else goes on. The setting `cpp.vec_isa_ok` spares it the first of these only.
+    else goes on. The setting `cpp.vec_isa_ok` spares it the first of these only. One thread at a time: the change of a
+    second one would be put back to that of the first.
     """
     from torch._inductor.cpu_vec_isa import VecISA
 
-    compiles, known = VecISA.check_build, instructions()
+    with _INDUCTOR:
+        compiles, known = VecISA.check_build, instructions()
 
-    def check_build(self: VecISA, code: str) -> bool:
-        return known.issuperset(self._arch_flags.split()) or compiles(self, code)
+        def check_build(self: VecISA, code: str) -> bool:
+            return known.issuperset(self._arch_flags.split()) or compiles(self, code)
 
-    VecISA.check_build = check_build  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        VecISA.check_build = compiles  # type: ignore[method-assign]
+        VecISA.check_build = check_build  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            VecISA.check_build = compiles  # type: ignore[method-assign]
 
 
-def _load(folder: Path) -> Graph:
-    return Graph(folder / _OBJECT, contained=CONTAINER in load_kernels(folder))
+def _load(folder: Path) -> tuple[Graph, str]:
+    """Return the graph in a folder, and why it is in torch's own container that could do without; "" elsewhere."""
+    graph, retried = Graph(folder / _OBJECT, contained=CONTAINER in load_kernels(folder)), folder / _RETRIED
+    return graph, retried.read_text(encoding="utf-8") if retried.exists() else ""
 
 
 def factors() -> Mapping[str, str]:
@@ -204,7 +218,7 @@ def factors() -> Mapping[str, str]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),  # written into each parallel loop
         "inductor": hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16],
-        "model": hashlib.sha256(MODEL.read_bytes()).hexdigest()[:16],
+        "model": SOURCE_DIGESTS[MODEL.name][:16],
     }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import fx
 from torch._ops import OpOverload
 
+from core.common.lowering import Unavailable
 from core_cpu import extension
 from core_cpu.own_ops import SOURCES_OF
 
@@ -55,13 +56,13 @@ class DirectCalls:
 def load_kernels(folder: Path) -> Sequence[str]:
     """Load what the graph in a folder needs, and return the names of its files in csrc/.
 
-    Raises `OSError` with the reason where that fails.
+    Raises `Unavailable` with the reason where that fails.
     """
     path = folder / _FILE
     sources: Sequence[str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else ()
     for source in sources:
         if reason := extension.load(source):
-            raise OSError(reason)
+            raise Unavailable(reason)
     return sources
 
 

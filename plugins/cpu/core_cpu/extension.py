@@ -45,6 +45,16 @@ _OF_EACH_MODEL = ("graph", "attention", "linear")
 _AFTER_LOADING: Mapping[str, Callable[[Path], None]] = MappingProxyType(
     {"weight_only_linear": WEIGHT_ONLY_LINEAR.use_measured}
 )
+
+
+def _digests() -> Mapping[str, str]:
+    """Return a digest of each file in csrc/ as it is now."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(SOURCES.glob("*"))}
+
+
+SOURCE_DIGESTS = _digests()
+"""A digest of each file in csrc/ as it was when this process began. Nothing that is made of others is loaded, as after
+an upgrade in place: what is loaded shares C++ objects, and the Python of this process calls it."""
 _compiled: list[Path] = []
 """The libraries that this process has compiled."""
 _loaded: dict[str, str] = {}
@@ -71,9 +81,18 @@ def identity() -> str:
     compiler = Path(find_cxx_compiler() or "").resolve()
     with suppress(OSError):  # a compiler that was removed meanwhile can't build either
         digest.update(f"{compiler} {compiler.stat().st_size} {compiler.stat().st_mtime_ns}".encode())
-    for path in sorted(SOURCES.iterdir()):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for name, content in SOURCE_DIGESTS.items():
+        digest.update(f"{name}\0{content}".encode())
     return f"{capability.lower()}-{digest.hexdigest()[:16]}"
+
+
+def refuse_replaced() -> None:
+    """Raise `OSError` where the files in csrc/ are no longer those of `SOURCE_DIGESTS`, so that nothing is made of
+    them."""
+    now = _digests()
+    changed = sorted(name for name in {*now, *SOURCE_DIGESTS} if now.get(name) != SOURCE_DIGESTS.get(name))
+    if changed:
+        raise OSError(f"{SOURCES / changed[0]} was replaced while this process ran; start it again to use the new one")
 
 
 @functools.cache
@@ -198,6 +217,7 @@ def _compile(library: Path, source: str, build: str) -> None:
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
             raise OSError(f"{command[0]} can't compile them: {(errors or ['it says nothing'])[0].strip()}")
+        refuse_replaced()  # after the compiler has read them
         os.replace(out, library)
     _compiled.append(library)
 

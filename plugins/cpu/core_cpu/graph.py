@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.common.lowering import Unavailable
 from core_cpu import extension
 from core_cpu.own_ops import LIBRARY
 
@@ -73,16 +74,18 @@ class _Step:
         return self._step()
 
 
-def require() -> None:
-    """Raise `OSError` with the reason where no graph can be run here."""
+def require(*, contained: bool = False) -> None:
+    """Raise `Unavailable` with the reason where no graph can be run here; contained: none in torch's own container."""
     _api()
+    if contained:
+        _container()
 
 
 @cache
 def _api() -> Any:
-    """Return the C functions; raise `OSError` where they can't be built or loaded."""
+    """Return the C functions; raise `Unavailable` where they can't be built or loaded."""
     if reason := extension.load(_SOURCE):
-        raise OSError(reason)
+        raise Unavailable(reason)
     api = ctypes.CDLL(None)  # the extension makes its C functions known in the whole process
     api.core_cpu_failure.restype = ctypes.c_char_p
     for name in ("graph_open", "step_open"):
@@ -97,10 +100,12 @@ def _api() -> Any:
 
 @cache
 def _container() -> tuple[Any, Any]:
-    """Return the C functions that open a graph with torch's container, and tell why that failed; raise `OSError` where
-    they can't be built or loaded."""
+    """Return the C functions that open a graph with torch's container, and tell why that failed; raise `Unavailable`
+    where they can't be built or loaded."""
     if reason := extension.load(CONTAINER):
-        raise OSError(reason)
+        raise Unavailable(reason)
+    if extension.ending(CONTAINER) != extension.ending(_SOURCE):  # as after an upgrade of the compiler
+        raise Unavailable(f"{CONTAINER} and {_SOURCE} share C++ objects and were not built alike; start again")
     api = ctypes.CDLL(None)
     opens, failure = api.core_cpu_container_open, api.core_cpu_container_failure
     opens.restype, opens.argtypes, failure.restype = ctypes.c_void_p, [ctypes.c_char_p], ctypes.c_char_p

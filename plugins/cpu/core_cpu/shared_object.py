@@ -11,12 +11,16 @@ import re
 import shlex
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from core.common.under_way import Steps
+from core.errors import one_line
+from core_cpu.extension import refuse_replaced
+from core_cpu.graph import require
 
 MODEL = Path(__file__).parent / "csrc" / "model.h"
 """Stands in place of torch's headers of models and containers, which take 5 s of each graph's 7."""
@@ -43,43 +47,76 @@ _SIZES = re.compile(r"AOTInductorModelBase\(\d+,\s+(\d+),\s+0,")
 _THROUGH_DISPATCHER = "proxy_executor_call_function("
 
 
-def build(generated: Sequence[str], target: Path) -> Steps[bool]:
+@dataclass(frozen=True, slots=True)
+class Built:
+    """How a shared object was built."""
+
+    #: torch's container is around the graph
+    contained: bool
+    #: why it is, though the graph holds no constants and calls no op through the dispatcher; "" where it does
+    reason: str = ""
+
+
+def build(generated: Sequence[str], target: Path, load: Callable[[Path], object]) -> Steps[Built]:
     """Compile and link what AOTInductor generated (option `package_cpp_only`), and pause while the compiler runs.
 
-    generated: the paths of its files. Returns whether torch's container is around the graph, as it holds constants or
-    calls ops through the dispatcher. Raises `CppCompileError` of torch with what the compiler says.
+    generated: the paths of its files. load: loads a shared object without torch's container, and raises `OSError` where
+    it can't be loaded. Where the code that calls the kernels can't be compiled, linked or loaded without the container,
+    it is compiled once more with it. Raises `CppCompileError` of torch with what the compiler says, and `OSError` where
+    the container can't be opened here.
     """
+    from torch._inductor.exc import CppCompileError
+
     source = next(Path(name) for name in generated if name.endswith(".wrapper.cpp"))
+    folder = source.parent
     flags, link_flags = (_flags(generated, f"_{name}_flags.json") for name in ("compile", "linker"))
-    objects = [name for name in generated if name.endswith(".o")]
-    commands = []
-    files, contained = _sources(source)
-    for path, effort in files:
-        made = path.with_suffix(".o")
-        commands.append(_command(flags, [path], made, ("-c", *effort)))
-        objects.append(str(made))
-    with _running(commands, source.parent) as processes:
-        yield
-        for process in processes:
-            process.finish()
-    with _running([_command(link_flags, objects, target, ())], source.parent) as processes:
-        processes[0].finish()
-    return contained
+    found = [name for name in generated if name.endswith(".o")]
+    codes, kernels = _codes(source)
+    made = source.with_suffix(".o")
+    commands = {each.with_suffix(".o"): _command(flags, [each], each.with_suffix(".o"), ("-c",)) for each in kernels}
+    link = {target: _command(link_flags, [*found, made, *commands], target, ())}
+    reason = ""
+    with _running(commands, folder) as others:
+        for contained, code in codes:
+            source.write_text(code, encoding="utf-8")
+            with _running({made: _command(flags, [source], made, ("-c", _CALLS_LEVEL))}, folder) as calls:
+                require(contained=contained)
+                yield
+                _finish(others)  # an error of theirs is none of the calls'
+                try:
+                    _finish(calls)
+                    with _running(link, folder) as linking:
+                        _finish(linking)
+                    if not contained:
+                        load(target)
+                except (CppCompileError, OSError) as error:
+                    if contained:
+                        raise
+                    reason = _reason(error)
+                    continue
+            refuse_replaced()  # after the compiler has read model.h
+            return Built(contained, reason)
+    raise AssertionError("the last code is the container's, which returns or raises")
 
 
-def _sources(source: Path) -> tuple[list[tuple[Path, tuple[str, ...]]], bool]:
-    """Return the files to compile, with the options of each: the code that calls kernels, and the kernels, if any. And
-    whether torch's container is in the former."""
-    text = source.read_text(encoding="utf-8")
-    calls, include, kernels = text.partition(_KERNELS)
+def _codes(source: Path) -> tuple[list[tuple[bool, str]], list[Path]]:
+    """Return the codes that call the kernels, the one to be tried first, each with whether torch's container is in it.
+    And the file of the kernels, written, if there are any."""
+    calls, include, kernels = source.read_text(encoding="utf-8").partition(_KERNELS)
     alone = _without_container(calls)
-    source.write_text(alone or calls.replace(_CHECKS, "", 1), encoding="utf-8")
-    found: list[tuple[Path, tuple[str, ...]]] = [(source, (_CALLS_LEVEL,))]
-    if include:
-        path = source.with_suffix(".kernels.cpp")
-        path.write_text(include + kernels, encoding="utf-8")
-        found.append((path, ()))
-    return found, not alone
+    codes = [*([(False, alone)] if alone else ()), (True, calls.replace(_CHECKS, "", 1))]
+    if not include:
+        return codes, []
+    path = source.with_suffix(".kernels.cpp")
+    path.write_text(include + kernels, encoding="utf-8")
+    return codes, [path]
+
+
+def _reason(error: Exception) -> str:
+    """Return what a compiler or a loader says, in one line that is the same for graphs with the same fault."""
+    text = str(error)
+    found = re.search(r"\berror:.*|undefined symbol:.*", text)
+    return one_line(found[0] if found else text)
 
 
 def _without_container(calls: str) -> str:
@@ -121,12 +158,13 @@ def _command(flags: Mapping[str, Any], sources: Sequence[Any], out: Path, more: 
 class _Process:
     """A run of the compiler, in a group of its own: it starts others."""
 
-    def __init__(self, command: Sequence[str], folder: Path, number: int) -> None:
+    def __init__(self, command: Sequence[str], said: Path) -> None:
+        """said: the file that takes what it says."""
         self._command = list(command)
-        self._said = folder / f"said-{number}.txt"
-        with open(self._said, "wb") as said:
+        self._said = said
+        with open(said, "wb") as file:
             self._process = subprocess.Popen(
-                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=said, stderr=said, process_group=0
+                command, cwd=said.parent, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=0
             )
 
     def finish(self) -> None:
@@ -143,13 +181,21 @@ class _Process:
             self._process.wait()
 
 
+def _finish(processes: Sequence[_Process]) -> None:
+    for process in processes:
+        process.finish()
+
+
 @contextmanager
-def _running(commands: Sequence[Sequence[str]], folder: Path) -> Iterator[list[_Process]]:
-    """Start these commands; those that still run at the end of the block are ended."""
+def _running(commands: Mapping[Path, Sequence[str]], folder: Path) -> Iterator[list[_Process]]:
+    """Start these commands, each given with what it writes; those that still run at the end of the block are ended.
+
+    folder: theirs, in which they work.
+    """
     processes: list[_Process] = []
     try:
-        for number, command in enumerate(commands):
-            processes.append(_Process(command, folder, number))
+        for out, command in commands.items():
+            processes.append(_Process(command, folder / f"{out.name}.said.txt"))
         yield processes
     finally:
         for process in processes:

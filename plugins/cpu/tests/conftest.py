@@ -44,6 +44,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Abst
         with torch.library._scoped_library(name, "DEF") as library:
             library.define(op.schema)
             monkeypatch.setattr(extension, "SOURCES", sources)
+            monkeypatch.setattr(extension, "SOURCE_DIGESTS", extension._digests())
             extension._compile(tmp_path / "wrong.so", op.name, name)
             torch.ops.load_library(tmp_path / "wrong.so")
             yield getattr(torch.ops, name)

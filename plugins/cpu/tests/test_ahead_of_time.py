@@ -20,7 +20,7 @@ import core
 from core.common.lowering import UNKEPT, Artifacts, LoweringRequest
 from core.common.numerics import judge_pooled
 from core.errors import LoweringError
-from core_cpu import ahead_of_time
+from core_cpu import ahead_of_time, shared_object
 from core_cpu.ahead_of_time import factors, inductor
 from tests.support import compile_with, cpu, refused
 
@@ -89,6 +89,24 @@ def test_a_later_start_compiles_nothing_and_serves_other_weights(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     (note,) = started(other, cache=True).report().notes
     assert "nothing may be compiled here" in note  # so that what there is was not taken
+
+
+@pytest.mark.slow
+def test_a_graph_that_is_compiled_once_more_is_counted_and_said_at_each_start(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(calls: str) -> str:
+        return f"int broken = nothing;\n{alone(calls)}"
+
+    alone = shared_object._without_container
+    monkeypatch.setattr(shared_object, "_without_container", broken)
+    model = Counter().eval()
+    for kernels in (2, 0):
+        program = started(model, cache=True)
+        (note,) = program.report().notes
+        assert note.startswith("a graph is run in torch's own container") and "nothing" in note
+        assert program.report().num_kernels == kernels
+        assert_right(program, model)
 
 
 def _no_compiler(*_: Any) -> None:
@@ -171,7 +189,7 @@ def test_tensors_that_a_graph_holds_are_written_where_they_are() -> None:
 def test_numbers_that_a_graph_is_written_with_are_in_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[bool] = []
 
-    def open_graph(path: Path, *, contained: bool) -> ahead_of_time.Graph:
+    def open_graph(path: Path, *, contained: bool = False) -> ahead_of_time.Graph:
         opened.append(contained)
         return Graph(path, contained=contained)
 
@@ -183,7 +201,7 @@ def test_numbers_that_a_graph_is_written_with_are_in_its_container(monkeypatch: 
     graph.output((total,))
     assert lowered(fx.GraphModule({}, graph), x)(x)[0].tolist() == [number + 1 for number in numbers]
     assert lowered(fx.symbolic_trace(lambda x: (x + 1,)), x)(x)[0].tolist() == [2.0] * 40
-    assert opened == [True, False]
+    assert opened == [True, False, False]  # one without is tried before it is kept
 
 
 def test_instructions_that_the_kernels_have_are_not_tried_again(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +219,29 @@ def test_instructions_that_the_kernels_have_are_not_tried_again(kernels: None, m
     isa._arch_flags = "-mavx512f"
     assert not isa.check_build("after")
     assert tried == ["other", "after"]
+
+
+def test_threads_that_compile_at_once_leave_inductor_as_it_was(kernels: None) -> None:
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    before, inside, other = VecISA.check_build, threading.Event(), threading.Event()
+
+    def compile_first() -> None:
+        with ahead_of_time._known_instructions():
+            inside.set()
+            other.wait(0.2)
+
+    def compile_second() -> None:
+        with ahead_of_time._known_instructions():
+            other.set()
+            first.join()
+
+    first, second = threading.Thread(target=compile_first), threading.Thread(target=compile_second)
+    first.start()
+    inside.wait()
+    second.start()
+    second.join()
+    assert VecISA.check_build is before
 
 
 class Refusing:

@@ -18,8 +18,9 @@ import torch
 
 import core
 from core.common.kernel_compilers import KernelForms
+from core.common.lowering import Unavailable
 from core.errors import UsageError
-from core_cpu import extension
+from core_cpu import extension, graph
 
 LIBRARY = "ipex_rms_norm"
 """An op that needs no kernel of the plugin."""
@@ -129,8 +130,48 @@ def test_what_it_is_made_of_tells_builds_apart(folder: Path, tmp_path: Path, mon
     monkeypatch.setattr(extension, "SOURCES", sources)
     with (sources / "vectors.h").open("a") as header:
         header.write("// changed\n")
+    monkeypatch.setattr(extension, "SOURCE_DIGESTS", extension._digests())
     found.append(extension.identity())
     assert len(set(found)) == len(found)
+
+
+def upgrade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the plugin's files, as an installer does in place, while this process runs."""
+    sources = Path(shutil.copytree(extension.SOURCES, tmp_path / "csrc"))
+    (sources / "graph.h").write_text("// of another version\n")
+    monkeypatch.setattr(extension, "SOURCES", sources)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are built on Linux only")
+def test_libraries_of_two_versions_do_not_meet_in_a_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert extension.load("graph") == ""
+    before = extension.identity()
+    upgrade(tmp_path, monkeypatch)
+    assert "graph.h was replaced while this process ran" in extension.load("container")
+    assert extension.identity() == before and [each.name for each in folder.glob("*.so")] == [f"graph-{before}.so"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are built on Linux only")
+def test_a_library_that_was_built_before_an_upgrade_is_used_after_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert extension.load("container") == ""
+    extension.load.cache_clear()
+    upgrade(tmp_path, monkeypatch)
+    assert extension.load("container") == "" and num_calls(folder) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are built on Linux only")
+@pytest.mark.usefixtures("folder")
+def test_graphs_and_their_container_are_of_one_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert extension.load("graph") == ""
+    monkeypatch.setattr(torch, "__version__", "2.99.0")  # as anything else that a build is made of
+    monkeypatch.setattr(graph, "_api", lambda: None)
+    monkeypatch.setattr(graph, "_container", graph._container.__wrapped__)
+    with pytest.raises(Unavailable, match="container and graph share C"):
+        graph.require(contained=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are built on Linux only")

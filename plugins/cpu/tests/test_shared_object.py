@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from core.common.lowering import Unavailable
 from core.common.under_way import UnderWay
-from core_cpu.shared_object import MODEL, build
+from core_cpu import extension, shared_object
+from core_cpu.shared_object import MODEL, Built, build
 
 INCLUDE = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 CALLS = "void run() {\n    __check_inputs_outputs(input_handles, output_handles);\n}\n"
@@ -75,6 +78,28 @@ echo code > "$2"
 """
 
 
+FAILS = """#!/bin/sh
+echo "$@" >> "$0.calls"
+for each; do
+case "$each" in *wrapper.cpp) grep -q CORE_CPU_MODEL "$each" && { echo '/x:7: error: no such name' >&2; exit 1; };; esac
+done
+while [ "$1" != -o ]; do shift; done
+echo code > "$2"
+"""
+"""A compiler that takes no code without torch's container."""
+
+
+@pytest.fixture(autouse=True)
+def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are not run here."""
+    monkeypatch.setattr(shared_object, "require", lambda *, contained=False: None)
+
+
+def made(folder: Path, script: str, source: str = CALLS + KERNELS, load: Callable[[Path], object] = Path) -> Built:
+    """Build what AOTInductor would generate."""
+    return UnderWay(build(generated(folder, script, source), folder / "graph.so", load)).finish()
+
+
 def generated(folder: Path, script: str, source: str = CALLS + KERNELS) -> list[str]:
     """Write what AOTInductor would generate, with a script for a compiler."""
     compiler = folder / "compiler"
@@ -99,7 +124,7 @@ def generated(folder: Path, script: str, source: str = CALLS + KERNELS) -> list[
 
 
 def test_kernels_and_the_code_that_calls_them_are_compiled_apart_and_linked(tmp_path: Path) -> None:
-    UnderWay(build(generated(tmp_path, RECORD), tmp_path / "graph.so")).finish()
+    assert made(tmp_path, RECORD) == Built(contained=True)
     assert (tmp_path / "graph.so").read_text() == "code\n"
     calls, kernels, link = sorted((tmp_path / "compiler.calls").read_text().splitlines(), key=_order)
     assert "a.wrapper.cpp -DONE -DTWO -O3 -fPIC -c -O1 -I/head ers -mavx2 -mfma -o" in calls
@@ -112,8 +137,9 @@ def test_kernels_and_the_code_that_calls_them_are_compiled_apart_and_linked(tmp_
 
 def _built(folder: Path, source: str) -> tuple[bool, str]:
     """Return whether torch's container is around a graph, and the code that calls its kernels."""
-    contained = UnderWay(build(generated(folder, RECORD, source), folder / "graph.so")).finish()
-    return contained, (folder / "a.wrapper.cpp").read_text()
+    built = made(folder, RECORD, source)
+    assert not built.reason
+    return built.contained, (folder / "a.wrapper.cpp").read_text()
 
 
 def test_the_code_of_a_graph_is_compiled_without_the_container_that_it_does_not_need(tmp_path: Path) -> None:
@@ -141,20 +167,74 @@ def _order(call: str) -> int:
 
 
 def test_a_graph_without_kernels_has_one_file(tmp_path: Path) -> None:
-    UnderWay(build(generated(tmp_path, RECORD, CALLS), tmp_path / "graph.so")).finish()
+    made(tmp_path, RECORD, CALLS)
     assert len((tmp_path / "compiler.calls").read_text().splitlines()) == 2
 
 
 def test_what_the_compiler_says_is_in_the_error(tmp_path: Path) -> None:
     from torch._inductor.exc import CppCompileError
 
-    work = UnderWay(build(generated(tmp_path, "#!/bin/sh\necho 'error: no such header' >&2\nexit 1"), tmp_path / "g"))
     with pytest.raises(CppCompileError, match="no such header"):
-        work.finish()
+        made(tmp_path, "#!/bin/sh\necho 'error: no such header' >&2\nexit 1")
+
+
+def unloadable(path: Path) -> None:
+    raise OSError(f"{path} can't be loaded: {path}: undefined symbol: aoti_new")
+
+
+@pytest.mark.parametrize(
+    ("script", "load", "reason"),
+    [
+        pytest.param(FAILS, Path, "error: no such name", id="compiled"),
+        pytest.param(RECORD, unloadable, "undefined symbol: aoti_new", id="loaded"),
+        pytest.param(
+            FAILS.replace('*wrapper.cpp) grep -q CORE_CPU_MODEL "$each"', '-shared) mkdir "$0.linked"'),
+            Path,
+            "error: no such name",
+            id="linked",
+        ),
+    ],
+)
+def test_code_that_fails_without_torchs_container_is_compiled_once_more_with_it(
+    script: str, load: Callable[[Path], object], reason: str, tmp_path: Path
+) -> None:
+    assert made(tmp_path, script, WHOLE + KERNELS, load) == Built(contained=True, reason=reason)
+    calls = (tmp_path / "compiler.calls").read_text().splitlines()
+    count = [sum(name in call for call in calls) for name in ("a.wrapper.cpp", "a.wrapper.kernels.cpp")]
+    assert count == [2, 1]  # the kernels are those of before
+    assert "AOTInductorModelContainerCreate" in (tmp_path / "a.wrapper.cpp").read_text()
+
+
+def test_kernels_that_fail_are_no_fault_of_the_code_without_the_container(tmp_path: Path) -> None:
+    from torch._inductor.exc import CppCompileError
+
+    script = FAILS.replace("*wrapper.cpp) grep -q CORE_CPU_MODEL", "*kernels.cpp) test -e")
+    with pytest.raises(CppCompileError, match="no such name"):
+        made(tmp_path, script, WHOLE + KERNELS)
+    assert "CORE_CPU_MODEL" in (tmp_path / "a.wrapper.cpp").read_text()
+
+
+def test_nothing_is_compiled_for_a_container_that_cant_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def require(*, contained: bool = False) -> None:
+        if contained:
+            raise Unavailable("no container here")
+
+    monkeypatch.setattr(shared_object, "require", require)
+    assert not made(tmp_path, RECORD, WHOLE + KERNELS).contained
+    with pytest.raises(Unavailable, match="no container here"):
+        made(tmp_path, RECORD)
+
+
+def test_a_header_that_was_replaced_meanwhile_makes_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "SOURCE_DIGESTS", {**extension.SOURCE_DIGESTS, MODEL.name: "another"})
+    with pytest.raises(OSError, match=r"model\.h was replaced while this process ran"):
+        made(tmp_path, RECORD, WHOLE + KERNELS)
 
 
 def test_abandoned_compilers_end_with_what_they_started(tmp_path: Path) -> None:
-    work = UnderWay(build(generated(tmp_path, '#!/bin/sh\nsleep 60 &\necho $! > "$0.$$"\nwait'), tmp_path / "g"))
+    work = UnderWay(build(generated(tmp_path, '#!/bin/sh\nsleep 60 &\necho $! > "$0.$$"\nwait'), tmp_path / "g", Path))
     while len(started := [path.read_text() for path in tmp_path.glob("compiler.[0-9]*")]) < 2 or not all(started):
         time.sleep(0.01)
     work.abandon()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from core import Program
-from core.common.lowering import FlatCallable, LoweringRequest, Lowerings, inline
+from core.common.lowering import FlatCallable, LoweringRequest, Lowerings, Unavailable, inline
 from core.compilation.cache.artifacts import check
 from core.compilation.cache.store import Store
 from core.errors import LoweringError
@@ -47,6 +47,8 @@ class Compiler:
         (folder / "graph.so").write_text(f"code by {self.flags}")
 
     def load(self, folder: Path) -> None:
+        if self.fails == "unavailable":
+            raise Unavailable("no library")
         if self.fails == "load" and not self.made:
             raise RuntimeError("not a shared object")
         assert (folder / "graph.so").read_text() == f"code by {self.flags}"
@@ -162,6 +164,14 @@ def test_one_that_can_not_be_loaded_is_made_anew(caplog: pytest.LogCaptureFixtur
     warm = Compiler(fails="load")
     begin(warm, buckets=[4])
     assert len(warm.made) == 1 and "it can't be loaded: RuntimeError: not a shared object" in caplog.text
+
+
+def test_what_needs_something_that_is_missing_here_stays_and_is_not_made_anew(cache_folder: Path) -> None:
+    begin(Compiler())
+    before, later = kept(cache_folder), Compiler(fails="unavailable")
+    with refused(LoweringError, "no library"):
+        begin(later)
+    assert later.made == [] and kept(cache_folder) == before
 
 
 def test_what_could_not_be_made_is_not_kept(cache_folder: Path) -> None:
