@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
@@ -53,6 +54,18 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CORE_PLUGINS", "CORE_PLUGINS_DISABLE", "CORE_PROBE_TIMEOUT_S"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CORE_CACHE", "0")  # tests of the compile cache switch it on, in a folder of their own
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """Undo what a server started in this process does to the log of all: later tests would see records of libraries."""
+    root = logging.getLogger()
+    level, before = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    # pytest's own handlers, which are of classes of their own, come and go between the parts of a test.
+    for handler in [each for each in root.handlers if type(each) is logging.StreamHandler and each not in before]:
+        root.removeHandler(handler)
 
 
 @pytest.fixture
