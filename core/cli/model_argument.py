@@ -152,6 +152,7 @@ def compile_options(
     cache: bool | None = None,
     provider: Sequence[str] = (),
     measure: bool = True,
+    background: bool = False,
 ) -> CompileOptions:
     """Return the compile options of a command line; raise `UsageError` for options that can be refused without a
     device."""
@@ -172,6 +173,7 @@ def compile_options(
         cache=cache,
         providers=_parse_providers(provider),
         measure=measure,
+        background=background,
     )
 
 

@@ -86,6 +86,9 @@ def serve(
     max_step_tokens: int | None = MAX_STEP_TOKENS,
     mixed_step_tokens: int | None = MIXED_STEP_TOKENS,
     deterministic: str | None = DETERMINISTIC,
+    background: bool = typer.Option(
+        True, help="Answer while graphs are compiled, where the device can: steps run by a quicker lowering meanwhile."
+    ),
     capture_penalties: bool = typer.Option(
         False,
         "--capture-penalties",
@@ -120,7 +123,7 @@ def serve(
         deterministic=deterministic_of(deterministic),
         max_loras=len(adapters),
         max_lora_rank=max((each.max_rank for each in adapters.values()), default=1),
-        options=compile_options(mode, lowering, provider=provider, measure=measure),
+        options=compile_options(mode, lowering, provider=provider, measure=measure, background=background),
     )
     config = _server_config(
         model,

@@ -108,6 +108,8 @@ class LoweringRequest:
     example_inputs: tuple[Any, ...]
     #: keeps what the lowering compiles, where the compile cache is on
     artifacts: Artifacts = UNKEPT
+    #: whether this process does other work meanwhile: what takes long runs in others, and what fails is raised
+    background: bool = False
     #: takes a note for the report: that a graph is lowered otherwise than asked, and why
     note: Callable[[str], None] = _say_nothing
 
@@ -129,6 +131,8 @@ class Lowerings:
     #: those of `available` whose compiler is a process of its own: each does the same in steps, and pauses while the
     #: compiler runs, so that the next graph can be lowered meanwhile
     begins: Mapping[str, BeginLowering] = field(default_factory=dict)
+    #: the lowering that runs a graph while one of `begins` compiles it (`CompileOptions.background`); "" for none
+    interim: str = ""
     #: lowerings under which the ops of torch that are listed in `core/compilation/rewrite/invariant_ops.py` compute a
     #: row the same in every bit, whatever other rows there are: programs of `deterministic="batch"` use no others
     batch_invariant: frozenset[str] = frozenset()

@@ -98,6 +98,9 @@ class CompileOptions:
     #: Whether to keep finished graphs on disk and reuse them while nothing they depend on has changed (docs/cache.md).
     #: `CORE_CACHE=0` overrules it. None is the caller's default: an engine caches, `core.compile` does not.
     cache: bool | None = None
+    #: Return before compilers are done, where the device can: a bucket runs by a lowering that is there at once until
+    #: its own is compiled, in other processes. `report().interim` counts such runs, and `Program.wait_compiled` waits.
+    background: bool = False
     #: Called before each trace, before each capture, and once after the last capture.
     progress: Progress | None = None
 
@@ -123,7 +126,7 @@ class CompileOptions:
         """These options with what others of them imply."""
         if self.deterministic is None:
             return self
-        return replace(self, strict=True, measure=False)
+        return replace(self, strict=True, measure=False, background=False)
 
     @property
     def switches(self) -> PassSwitches:

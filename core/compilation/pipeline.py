@@ -7,7 +7,6 @@ makes a callable of it -> capture, largest bucket first
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ from core.common.graphs.backend import CallBackend
 from core.common.kernel_compilers import counting_kernels
 from core.compilation.account import Account, on_first_rank, reason_of
 from core.compilation.cache.program_cache import ProgramCache
+from core.compilation.capture.background import MAX_AT_ONCE
 from core.compilation.capture.breaks import modules_of
 from core.compilation.capture.buffers import StaticBuffers
 from core.compilation.capture.pieces import PieceLowering
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     _Prepared = tuple[Phase, tuple[GraphKey, ...], tuple[Mode, ...]]
 
 log = logging.getLogger("core.compilation.compile")
-_NUM_AHEAD = min(os.cpu_count() or 1, 4)
-"""Buckets whose compilers may run at the same time; one takes up to 1 GiB of memory."""
 
 
 def make_program(request: CompileRequest) -> Program:
@@ -87,6 +85,7 @@ def make_program(request: CompileRequest) -> Program:
         contents=(tensor for graph in graphs for tensor in graph.contents),
         sourceless=(name for graph in graphs for name in graph.sourceless),
     )
+    stages.runner.background.start()
     return Program(request, report, runner=stages.runner, weights=weights, buffers=stages.buffers, captured=captured)
 
 
@@ -163,7 +162,7 @@ class _Pipeline:
                     for index, key in enumerate(order):
                         name = key.phase
                         tell(f"capture {key}", len(captured), len(order))
-                        for ahead in order[index : index + _NUM_AHEAD]:
+                        for ahead in order[index : index + MAX_AT_ONCE]:
                             prepared[ahead.phase][0].begin(ahead)
                         try:
                             captured[key] = self._capture(key, prepared[name][0], watched[name])

@@ -73,14 +73,13 @@ class Program:
 
     def report(self) -> ProgramReport:
         """Return what the compile did and cost, and what was replayed, run eagerly and compiled since."""
-        return replace(
-            self._report,
-            replays=self._runner.replays(),
-            fallbacks=dict(self._runner.fallbacks),
-            stand_ins=dict(self._runner.stand_ins),
-            oversized=dict(self._runner.oversized),
-            compiles=dict(self._runner.compiles.counts),
-        )
+        report = self._report
+        return replace(report, **self._runner.since(report.num_kernels, report.notes))
+
+    def wait_compiled(self, timeout_s: float | None = None) -> bool:
+        """Wait until all buckets are compiled (`CompileOptions(background=True)`), or can't be, which the report notes;
+        return whether that is so."""
+        return self._runner.background.wait(timeout_s)
 
     def inputs(self, key: GraphKey) -> Mapping[str, Tensor]:
         """Return the static input buffers of a bucket, to be written before `replay`; they live as long as the program.

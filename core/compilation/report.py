@@ -102,6 +102,10 @@ class ProgramReport:
     stand_ins: Mapping[str, int] = field(default_factory=dict)
     #: What torch compiled while the program was serving, and how often.
     compiles: Mapping[str, int] = field(default_factory=dict)
+    #: How often a bucket ran by a quicker lowering, since its own was still being compiled.
+    interim: Mapping[GraphKey, int] = field(default_factory=dict)
+    #: Buckets that are being compiled.
+    pending: tuple[GraphKey, ...] = ()
     #: Kernels compiled for this program, those that were found compiled on disk not counted.
     num_kernels: int = 0
     #: Calls of ops that were timed for this program, those whose times were found on disk not counted.
@@ -180,6 +184,8 @@ class ProgramReport:
         document["counters"] = self.counters
         document["dropped"] = {str(key): reason for key, reason in self.dropped.items()}
         document["replays"] = {str(key): count for key, count in self.replays.items()}
+        document["interim"] = {str(key): count for key, count in self.interim.items()}
+        document["pending"] = [str(key) for key in self.pending]
         return document
 
     def __str__(self) -> str:
@@ -231,6 +237,9 @@ class ProgramReport:
         eager, compiled = sum(self.fallbacks.values()), sum(self.compiles.values())
         if any(mode != "off" for mode in self.modes.values()):
             lines.append(f"  {counted(eager, 'eager calls')}, {counted(compiled, 'compiles')} while serving")
+        interim = ", ".join(f"{key}: {count}" for key, count in self.interim.items())
+        lines += [f"  not compiled yet: {', '.join(map(str, self.pending))}"] if self.pending else []
+        lines += [f"  ran before it was compiled: {interim}"] if interim else []
         lines += [f"  {counted(count, 'replays')} of {which}" for which, count in self.stand_ins.items()]
         lines += [f"  {counted(count, 'oversized calls')}: {what}" for what, count in self.oversized.items()]
         lines += [f"  ran eagerly {counted(count, 'times')}: {reason}" for reason, count in self.fallbacks.items()]

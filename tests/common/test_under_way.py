@@ -11,7 +11,7 @@ def steps(seen: list[str], pauses: int = 1, fails: str = "") -> Steps[int]:
     seen.append("begun")
     try:
         for number in range(pauses):
-            yield
+            yield bool
             if fails == f"after pause {number}":
                 raise RuntimeError(fails)
             seen.append(f"waited {number}")
@@ -48,3 +48,17 @@ def test_what_goes_wrong_meanwhile_is_raised_at_the_end() -> None:
     with pytest.raises(RuntimeError, match="after pause 0"):
         work.finish()
     assert seen == ["begun", "cleaned up"]
+
+
+def test_it_goes_on_without_waiting_as_far_as_it_is_ready() -> None:
+    ready = {"first": True, "second": False}
+
+    def pauses() -> Steps[str]:
+        for name in ready:
+            yield lambda name=name: ready[name]  # type: ignore[misc]
+        return "done"
+
+    work = UnderWay(pauses())
+    assert work.advance() and not work.advance() and not work.is_done
+    ready["second"] = True
+    assert work.advance() and work.is_done and work.finish() == "done" and not work.advance()

@@ -27,6 +27,7 @@ from core.common.graphs.backend import (
     SegmentBackend,
     UpdateBackend,
 )
+from core.compilation.capture.background import Background
 from core.compilation.capture.bucket_report import BucketReport
 from core.compilation.capture.host_reads import is_host_read
 from core.compilation.capture.segments import CapturedParts, capture_parts
@@ -67,6 +68,8 @@ class GraphRunner:
 
     def __init__(self, device: Device, backend: GraphBackend, *, debug: bool = False, strict: bool = False) -> None:
         """debug: check before each replay that no memory of a graph moved. strict: refuse compiles while serving."""
+        #: Compiles buckets while they are replayed already.
+        self.background = Background(device.lowerings.interim)
         self._device = device
         self._backend = backend
         self._debug = debug
@@ -200,6 +203,21 @@ class GraphRunner:
         """Return how often each captured key was replayed."""
         return {key: entry.num_replays for key, entry in self._entries.items()}
 
+    def since(self, num_kernels: int, notes: Sequence[str]) -> dict[str, Any]:
+        """Return what was replayed, run eagerly and compiled, by the names of a report's fields. num_kernels, notes: of
+        the compile."""
+        return {
+            "replays": self.replays(),
+            "fallbacks": dict(self.fallbacks),
+            "stand_ins": dict(self.stand_ins),
+            "oversized": dict(self.oversized),
+            "compiles": dict(self.compiles.counts),
+            "interim": self.background.interim_runs(),
+            "pending": self.background.pending,
+            "num_kernels": num_kernels + self.background.num_compiled,
+            "notes": (*notes, *self.background.notes),
+        }
+
     def host_arguments(self, key: GraphKey) -> frozenset[str]:
         """Return the names of the host-side arguments that a replay of a captured key has to be given."""
         return self._entries[key].host_arguments
@@ -220,6 +238,7 @@ class GraphRunner:
 
     def cleanup(self) -> None:
         """Drop all graphs and return their memory; the runner can capture again afterwards."""
+        self.background.end()
         self._entries.clear()
         self._backend.cleanup()
 

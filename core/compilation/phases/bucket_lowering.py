@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from core.common.lowering import UNKEPT, Artifacts, FlatCallable, LoweringRequest
-from core.common.under_way import UnderWay
+from core.common.under_way import Steps, UnderWay
 from core.compilation.capture.pieces import lower_pieces
 from core.compilation.measuring import BucketValues, MeasuredChoice, Measurer
+from core.compilation.phases.phase import with_values
 from core.compilation.shared_trace import copy_graph
 from core.compilation.trace.traced import ConstantSlot, InputSlot
 from core.errors import CoreError, LoweringError
 
 if TYPE_CHECKING:
-    from core.common.graphs.backend import GraphKey
+    from core.common.graphs.backend import BoundCallable, GraphKey
     from core.compilation.cache.program_cache import CachedGraph
     from core.compilation.implementations import OpChoice
     from core.compilation.phases.phase import Stages
@@ -34,6 +37,8 @@ class BucketLowering:
         self._stages = stages
         self._device = stages.request.device
         self._name, self._lowering = self._device.lowerings.resolve(stages.request.options.lowering)
+        wanted, offered = stages.request.options.background, self._device.lowerings
+        self._in_background = wanted and bool(offered.interim) and self._name in offered.begins
         #: Those that run at every size.
         self._known: dict[tuple[int, _Chosen], FlatCallable] = {}
         self._begun: dict[GraphKey, UnderWay[FlatCallable]] = {}
@@ -62,7 +67,7 @@ class BucketLowering:
     def begin(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...]) -> None:
         """Begin to lower a graph in one of its buckets, if the lowering's compiler runs by itself; `lower` waits."""
         begin = self._device.lowerings.begins.get(self._name)
-        if begin is not None and key not in self._begun and not graph.breaks:
+        if begin is not None and key not in self._begun and not graph.breaks and not self._in_background:
             with self._explained(key):
                 self._begun[key] = UnderWay(begin(self._lowering_request(graph, key, values, lazy=True)))
 
@@ -70,6 +75,19 @@ class BucketLowering:
         """End the compilers of all that was begun and not asked for."""
         while self._begun:
             self._begun.popitem()[1].abandon()
+
+    def bind(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...]) -> BoundCallable:
+        """Return what runs a graph on these values in one of its buckets; raise `LoweringError` as `lower` does."""
+        if not self._in_background or graph.breaks:
+            return with_values(self.lower(key, graph, values), values)
+        interim = self._device.lowerings.available[self._device.lowerings.interim]
+        with self._explained(key):
+            quick = with_values(interim(self._lowering_request(graph, key, values)), values)
+            return self._stages.runner.background.add(key, partial(self._steps, key, graph, values), quick)
+
+    def _steps(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...]) -> Steps[BoundCallable]:
+        request = replace(self._lowering_request(graph, key, values, lazy=True), background=True)
+        return with_values((yield from self._device.lowerings.begins[self._name](request)), values)
 
     def lower(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...]) -> FlatCallable:
         """Return what runs a graph in one of its buckets; raise `LoweringError` with what to do instead."""

@@ -18,7 +18,7 @@ from core.compilation.capture.plan import TracedCropper
 from core.compilation.implementations import choose_implementations, unmet
 from core.compilation.phases.bucket_lowering import BucketLowering
 from core.compilation.phases.counted import MAX_WAYS, CountedRun, first_uncovered, flat_outputs, same_structure
-from core.compilation.phases.phase import Runnable, with_values
+from core.compilation.phases.phase import Runnable
 from core.compilation.report import TraceReport
 from core.compilation.rewrite.batch_invariant import choose_invariant
 from core.compilation.trace.counters import put_back
@@ -96,10 +96,9 @@ class TracedPhase:
             return self._bind_counted(key, inputs, start)
         values = _aliases(traced, inputs)
         with _blaming(self._serving[key].report.passes):
-            lowered = self._lowering.lower(key, self._serving[key], values)
-
+            run = self._lowering.bind(key, self._serving[key], values)
         return Runnable(
-            run=with_values(lowered, values),
+            run=run,
             values=values,
             lower_s=time.perf_counter() - start + self._begun_s.pop(key, 0.0),
             output=lambda: traced.output,

@@ -41,7 +41,7 @@ class Metrics(Collector):
         self.whole = Histogram(
             "core_sequence_seconds", "From the request to the end of a sequence", buckets=_WHOLE_S, registry=of
         )
-        self._load = Load(running=0, waiting=0, used_blocks=0, num_blocks=0)
+        self._load = Load(running=0, waiting=0, used_blocks=0, num_blocks=0, pending_graphs=0)
         self._stats = EngineStats()
         self._alive = True
         of.register(self)
@@ -59,6 +59,7 @@ class Metrics(Collector):
         yield GaugeMetricFamily("core_engine_up", "1 while the engine serves", float(self._alive))
         yield GaugeMetricFamily("core_sequences_running", "Sequences that hold cache", load.running)
         yield GaugeMetricFamily("core_sequences_waiting", "Sequences that wait for a place", load.waiting)
+        yield GaugeMetricFamily("core_graphs_pending", "Graphs that are being compiled", load.pending_graphs)
         yield GaugeMetricFamily("core_cache_blocks", "Blocks of the cache", load.num_blocks)
         yield GaugeMetricFamily("core_cache_blocks_used", "Blocks that sequences hold", load.used_blocks)
         for each in fields(EngineStats):

@@ -20,6 +20,8 @@ class Load:
     #: cache, which has none. Blocks that only wait to be found by a sequence that begins alike count as free.
     used_blocks: int
     num_blocks: int
+    #: Graphs that are being compiled; their steps run by a quicker lowering.
+    pending_graphs: int
 
 
 def max_running(engine: Engine) -> int:
@@ -33,4 +35,10 @@ def load_of(engine: Engine) -> Load:
     pools = cache.pools if isinstance(cache, BlockTables) else ()
     total = sum(pool.num_blocks - 1 for pool in pools)  # each group has a null block, which no sequence gets
     used = total - sum(pool.num_free for pool in pools)
-    return Load(running=scheduler.num_running, waiting=scheduler.num_waiting, used_blocks=used, num_blocks=total)
+    return Load(
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        used_blocks=used,
+        num_blocks=total,
+        pending_graphs=len(engine.report().pending),
+    )

@@ -97,6 +97,10 @@ class Described:
         """Return the account of the compiled programs."""
         return self._runner.report()
 
+    def wait_compiled(self, timeout_s: float | None = None) -> bool:
+        """Wait until all graphs are compiled, as `Program.wait_compiled` does; steps may run meanwhile."""
+        return self._runner.program.wait_compiled(timeout_s)
+
     def stats(self) -> EngineStats:
         """Return what the engine did so far, in counts."""
         return self._counts.copied()

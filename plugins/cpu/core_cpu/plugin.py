@@ -20,7 +20,7 @@ from core.common.passes import Pass
 from core.device import Capabilities, DeviceParts
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
-from core_cpu.ahead_of_time import AOT_INDUCTOR, begin_inductor, inductor
+from core_cpu.aot.lowering import AOT_INDUCTOR, begin_inductor, inductor
 from core_cpu.compiler import find_cxx_compiler, missing, refuse
 from core_cpu.extension import KERNELS, identity, prepare
 from core_cpu.extension import why_not as why_no_kernels
@@ -113,7 +113,9 @@ def core_lowering(context: DeviceContext) -> Lowerings:
         instead = f"'inductor' can't be used, as {lacking}"
         return replace(INLINE, available=available, instead=instead, batch_invariant=by_rows)
     begins = {"inductor": begin_inductor}
-    return replace(INLINE, available=available, default="inductor", begins=begins, batch_invariant=by_rows)
+    return replace(
+        INLINE, available=available, default="inductor", begins=begins, interim="inline", batch_invariant=by_rows
+    )
 
 
 @hookimpl

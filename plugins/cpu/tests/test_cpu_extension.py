@@ -20,7 +20,8 @@ import core
 from core.common.kernel_compilers import KernelForms
 from core.common.lowering import Unavailable
 from core.errors import UsageError
-from core_cpu import extension, graph
+from core_cpu import extension
+from core_cpu.aot import graph
 
 LIBRARY = "ipex_rms_norm"
 """An op that needs no kernel of the plugin."""

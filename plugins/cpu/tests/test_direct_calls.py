@@ -1,4 +1,4 @@
-"""core_cpu/direct_calls.py and csrc/binding.h: compiled graphs call kernels as C functions, with the same bits."""
+"""core_cpu/aot/direct_calls.py and csrc/binding.h: compiled graphs call kernels as C functions, with the same bits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor, fx
 
 from core.common.lowering import LoweringRequest
 from core.common.ops.attention.paged import ATTENTION
-from core_cpu import ahead_of_time, extension
-from core_cpu.ahead_of_time import inductor
+from core_cpu import extension
+from core_cpu.aot import lowering
+from core_cpu.aot.direct_calls import DirectCalls, load_kernels
+from core_cpu.aot.lowering import inductor
 from core_cpu.attention import attention
 from core_cpu.collectives import all_reduce
-from core_cpu.direct_calls import DirectCalls, load_kernels
 from core_cpu.linear import linear
 from core_cpu.quantized import TOGETHER, quantized_linear
 from core_cpu.weight_only import weight_only_linear
@@ -64,13 +65,13 @@ def lowered(function: Callable[..., Any], values: list[Tensor], monkeypatch: pyt
     """Return the compiled graph of a function, and the names of its files with what is noted of its kernels."""
     found: dict[str, Any] = {}
 
-    def load(folder: Path, before: Any = ahead_of_time._load) -> Any:
+    def load(folder: Path, before: Any = lowering._load) -> Any:
         found["files"] = {path.name for path in folder.iterdir()}
         noted = folder / "kernels.json"
         found["kernels"] = json.loads(noted.read_text()) if noted.exists() else []
         return before(folder)
 
-    monkeypatch.setattr(ahead_of_time, "_load", load)
+    monkeypatch.setattr(lowering, "_load", load)
     notes: list[str] = []
     run = inductor(LoweringRequest(graph=graph_of(function), example_inputs=tuple(values), note=notes.append))
     return run, found | {"notes": notes}
@@ -80,10 +81,10 @@ def test_kernels_of_tensors_and_numbers_are_declared_and_others_are_not() -> Non
     def function(x: Tensor, weight: Tensor) -> Tensor:
         return torch.nn.functional.linear(all_reduce(linear(x, weight), "group"), weight)
 
-    setting = DirectCalls(fx.symbolic_trace(function)).setting()
+    declared = DirectCalls(fx.symbolic_trace(function)).declarations
     name = f"core_cpu_linear_{extension.ending('linear')}"
     arguments = "AtenTensorHandle, AtenTensorHandle, const AtenTensorHandle*, AtenTensorHandle*"
-    assert setting == {linear: [f'AOTITorchError (*aoti_torch_cpu_linear)({arguments}) __asm__("{name}")']}
+    assert declared == {linear: f'AOTITorchError (*aoti_torch_cpu_linear)({arguments}) __asm__("{name}")'}
 
 
 def test_without_kernels_there_are_no_declarations_and_nothing_is_noted(
@@ -92,7 +93,7 @@ def test_without_kernels_there_are_no_declarations_and_nothing_is_noted(
     monkeypatch.setattr(extension, "load", lambda source: "no compiler")
     calls = DirectCalls(fx.symbolic_trace(linears))
     calls.write(tmp_path)
-    assert calls.setting() == {} and list(tmp_path.iterdir()) == []
+    assert calls.declarations == {} and list(tmp_path.iterdir()) == []
     load_kernels(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""core_cpu/shared_object.py: what AOTInductor generated is compiled by processes, which end with their work."""
+"""core_cpu/aot/shared_object.py: what AOTInductor generated is compiled by processes, which end with their work."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 
 from core.common.lowering import Unavailable
 from core.common.under_way import UnderWay
-from core_cpu import extension, shared_object
-from core_cpu.shared_object import MODEL, Built, build
+from core_cpu import extension
+from core_cpu.aot import shared_object
+from core_cpu.aot.shared_object import MODEL, Built, build
 
 INCLUDE = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 CALLS = "void run() {\n    __check_inputs_outputs(input_handles, output_handles);\n}\n"

@@ -27,6 +27,10 @@ def model(x: Tensor) -> Tensor:
     return (x + 1) * (x + 2)
 
 
+def _ready() -> bool:
+    return True
+
+
 class Compiler:
     """A lowering in steps, which notes what it does with each size. fails, stops: what happens after the pause."""
 
@@ -42,7 +46,7 @@ class Compiler:
         self.seen.append(f"begin {size}")
         finished = False
         try:
-            yield
+            yield _ready
             if size == self._fails:
                 raise self._stops or NotImplementedError("op mul")
             finished = True
@@ -58,7 +62,7 @@ class Compiler:
 
 @pytest.fixture
 def two_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(pipeline, "_NUM_AHEAD", 2)
+    monkeypatch.setattr(pipeline, "MAX_AT_ONCE", 2)
     yield
 
 
@@ -133,7 +137,7 @@ class Kept(Compiler):
 
     def make(self, folder: Path) -> Steps[None]:
         self.seen.append("make")
-        yield
+        yield _ready
         (folder / "graph.so").write_text("code")
 
     def load(self, folder: Path) -> str:

@@ -18,8 +18,6 @@ from core.common.lowering import Unavailable
 from core_cpu import extension
 from core_cpu.own_ops import SOURCES_OF
 
-SETTING = "aot_inductor.custom_ops_to_c_shims"
-"""The setting of Inductor that names ops with C functions, and declares these."""
 _FILE = "kernels.json"
 """Lies beside a graph's shared object, and names the files of the kernels that it calls."""
 _C_TYPES = {
@@ -40,15 +38,12 @@ class DirectCalls:
         """graph: finished. Loads the kernels that it calls."""
         called = dict.fromkeys(node.target for node in graph.graph.nodes if isinstance(node.target, OpOverload))
         found = {op: _declaration(op) for op in called if op in SOURCES_OF}
-        self._declarations = {op: text for op, text in found.items() if text}
-
-    def setting(self) -> Mapping[OpOverload, Sequence[str]]:
-        """Return the value of Inductor's setting."""
-        return {op: [text] for op, text in self._declarations.items()}
+        #: the C function of each op, as C declares it
+        self.declarations: Mapping[OpOverload, str] = {op: text for op, text in found.items() if text}
 
     def write(self, folder: Path, *more: str) -> None:
         """Note in the folder of the graph's shared object which kernels, and what more, has to be loaded before it."""
-        sources = sorted({SOURCES_OF[op] for op in self._declarations} | {*more})
+        sources = sorted({SOURCES_OF[op] for op in self.declarations} | {*more})
         if sources:
             (folder / _FILE).write_text(json.dumps(sources), encoding="utf-8")
 

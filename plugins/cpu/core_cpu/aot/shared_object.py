@@ -14,15 +14,16 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from core.common.under_way import Steps
 from core.errors import one_line
+from core_cpu.aot.graph import require
 from core_cpu.extension import refuse_replaced
-from core_cpu.graph import require
 
-MODEL = Path(__file__).parent / "csrc" / "model.h"
+MODEL = Path(__file__).parents[1] / "csrc" / "model.h"
 """Stands in place of torch's headers of models and containers, which take 5 s of each graph's 7."""
 _KERNELS = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 """The line at which the kernels of a generated file begin, after the code that calls them."""
@@ -81,7 +82,7 @@ def build(generated: Sequence[str], target: Path, load: Callable[[Path], object]
             source.write_text(code, encoding="utf-8")
             with _running({made: _command(flags, [source], made, ("-c", _CALLS_LEVEL))}, folder) as calls:
                 require(contained=contained)
-                yield
+                yield partial(_are_over, (*others, *calls))
                 _finish(others)  # an error of theirs is none of the calls'
                 try:
                     _finish(calls)
@@ -167,6 +168,11 @@ class _Process:
                 command, cwd=said.parent, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=0
             )
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._process.poll() is not None
+
     def finish(self) -> None:
         """Wait for its end; raise `CppCompileError` where it failed."""
         if self._process.wait():
@@ -179,6 +185,10 @@ class _Process:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)  # at which it removes its temporary files
             self._process.wait()
+
+
+def _are_over(processes: Sequence[_Process]) -> bool:
+    return all(process.is_over for process in processes)
 
 
 def _finish(processes: Sequence[_Process]) -> None:

@@ -1,4 +1,4 @@
-"""core_cpu/ahead_of_time.py: a graph becomes one native call with the same numbers, and is compiled once."""
+"""core_cpu/aot/lowering.py: a graph becomes one native call with the same numbers, and is compiled once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import core
 from core.common.lowering import UNKEPT, Artifacts, LoweringRequest
 from core.common.numerics import judge_pooled
 from core.errors import LoweringError
-from core_cpu import ahead_of_time, shared_object
-from core_cpu.ahead_of_time import factors, inductor
+from core_cpu.aot import codegen, lowering, shared_object
+from core_cpu.aot.lowering import factors, inductor
 from tests.support import compile_with, cpu, refused
 
 X = torch.linspace(-1, 1, 64).view(4, 16)
@@ -81,7 +81,7 @@ def test_a_later_start_compiles_nothing_and_serves_other_weights(
     cold = started(Counter(), cache=True)
     assert cold.report().counters["kernels"] == 1 and cold.report().notes == ()
     other = Counter(seed=1).eval()
-    monkeypatch.setattr(ahead_of_time, "_compile", _no_compiler)
+    monkeypatch.setattr(lowering, "_compile", _no_compiler)
     warm = started(other, cache=True)
     assert warm.report().counters == {"traces": 0, "passes": 0, "kernels": 0, "measured": 0, "captures": 1}
     for _ in range(2):  # the second finds what the first one wrote
@@ -115,7 +115,7 @@ def _no_compiler(*_: Any) -> None:
 
 COLD = """
 import sys
-from plugins.cpu.tests.test_ahead_of_time import Counter, X, assert_right, started
+from plugins.cpu.tests.test_aot_lowering import Counter, X, assert_right, started
 model = Counter().eval()
 program = started(model, cache=True)
 assert_right(program, model)
@@ -189,12 +189,12 @@ def test_tensors_that_a_graph_holds_are_written_where_they_are() -> None:
 def test_numbers_that_a_graph_is_written_with_are_in_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[bool] = []
 
-    def open_graph(path: Path, *, contained: bool = False) -> ahead_of_time.Graph:
+    def open_graph(path: Path, *, contained: bool = False) -> lowering.Graph:
         opened.append(contained)
         return Graph(path, contained=contained)
 
-    Graph = ahead_of_time.Graph
-    monkeypatch.setattr(ahead_of_time, "Graph", open_graph)
+    Graph = lowering.Graph
+    monkeypatch.setattr(lowering, "Graph", open_graph)
     numbers, x = [float(i * i) for i in range(40)], torch.ones(40)
     graph = fx.Graph()
     total = graph.call_function(torch.add, (graph.placeholder("x"), graph.call_function(torch.tensor, (numbers,))))
@@ -209,9 +209,9 @@ def test_instructions_that_the_kernels_have_are_not_tried_again(kernels: None, m
 
     tried: list[str] = []
     monkeypatch.setattr(VecAVX512.__mro__[1], "check_build", lambda self, code: bool(tried.append(code)))
-    monkeypatch.setattr(ahead_of_time, "instructions", lambda: frozenset({"-mavx512f", "-mfma"}))
+    monkeypatch.setattr(codegen, "instructions", lambda: frozenset({"-mavx512f", "-mfma"}))
     isa = VecAVX512()
-    with ahead_of_time._known_instructions():
+    with codegen._known_instructions():
         isa._arch_flags = "-mavx512f -mfma"
         assert isa.check_build("known")
         isa._arch_flags = "-mavx512f -mamx-tile"
@@ -227,12 +227,12 @@ def test_threads_that_compile_at_once_leave_inductor_as_it_was(kernels: None) ->
     before, inside, other = VecISA.check_build, threading.Event(), threading.Event()
 
     def compile_first() -> None:
-        with ahead_of_time._known_instructions():
+        with codegen._known_instructions():
             inside.set()
             other.wait(0.2)
 
     def compile_second() -> None:
-        with ahead_of_time._known_instructions():
+        with codegen._known_instructions():
             other.set()
             first.join()
 
@@ -306,8 +306,8 @@ def test_without_what_runs_graphs_nothing_is_compiled_or_thrown_away(monkeypatch
             raise AssertionError("artefacts were asked for")
 
     notes: list[str] = []
-    monkeypatch.setattr(ahead_of_time, "require", missing)
-    monkeypatch.setattr(ahead_of_time, "compile_fixed", lambda graph, examples: lambda *args: ("ran", *args))
+    monkeypatch.setattr(lowering, "require", missing)
+    monkeypatch.setattr(lowering, "compile_fixed", lambda graph, examples: lambda *args: ("ran", *args))
     step = lowered(fx.symbolic_trace(lambda x: (x + 1,)), X, artifacts=Kept(), note=notes.append)
     assert step(X)[0] == "ran" and "OSError: no compiler here" in notes[0]
 
@@ -358,7 +358,7 @@ def test_what_the_code_depends_on_is_a_factor(monkeypatch: pytest.MonkeyPatch) -
 def test_another_processor_is_told_by_what_it_can_do(tmp_path: Path) -> None:
     def processor(name: str, text: str) -> str:
         (tmp_path / name).write_text(text)
-        return ahead_of_time._processor(tmp_path / name)
+        return lowering._processor(tmp_path / name)
 
     one = processor("one", "model name\t: Acme 1\nflags\t\t: avx avx2\n\nmodel name\t: Acme 1\nflags\t\t: avx avx2\n")
     assert one.startswith("Acme 1 ") and one == processor("same", "model name : Acme 1\nflags : avx avx2\n")
@@ -366,7 +366,7 @@ def test_another_processor_is_told_by_what_it_can_do(tmp_path: Path) -> None:
         len({one, processor("more", "model name : Acme 1\nflags : avx avx512\n"), processor("2", "flags : x\n")}) == 3
     )
     assert processor("arm", "Features : sve\n") != processor("older", "Features : asimd\n")
-    assert ahead_of_time._processor(tmp_path / "absent").strip()
+    assert lowering._processor(tmp_path / "absent").strip()
 
 
 def test_without_a_cache_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

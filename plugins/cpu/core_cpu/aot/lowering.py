@@ -7,12 +7,9 @@ object is loaded as it is. Weights are inputs of it: it holds none, and serves a
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
-import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -28,20 +25,19 @@ from core.common.kernel_compilers import Count, KernelCompiler
 from core.common.lowering import FlatCallable, LoweringRequest
 from core.common.under_way import Steps, finish
 from core.errors import LoweringError, one_line
+from core_cpu.aot.codegen import OBJECT, generate, generate_apart
+from core_cpu.aot.direct_calls import DirectCalls, load_kernels
+from core_cpu.aot.graph import CONTAINER, Graph, require
+from core_cpu.aot.shared_object import MODEL, build
 from core_cpu.compiler import find_cxx_compiler
-from core_cpu.direct_calls import SETTING, DirectCalls, load_kernels
-from core_cpu.extension import SOURCE_DIGESTS, instructions
-from core_cpu.graph import CONTAINER, Graph, require
-from core_cpu.shared_object import MODEL, build
+from core_cpu.extension import SOURCE_DIGESTS
 
-_OBJECT, _CUSTOM_OPS = "graph.so", "graph.json"
-"""The second file describes the calls of a graph's custom ops; it lies beside the first under the same name."""
+_CUSTOM_OPS = "graph.json"
+"""Describes the calls of a graph's custom ops; it lies beside the shared object under the same name."""
 _RETRIED = "container.txt"
 """Says why a graph is in torch's own container that could do without."""
 _compiled: list[str] = []
 """One item for each time that a graph was compiled in this process."""
-_INDUCTOR = threading.Lock()
-"""Held by the thread for which Inductor is changed: the change is the whole process's."""
 
 
 def inductor(request: LoweringRequest) -> FlatCallable:
@@ -61,8 +57,11 @@ def begin_inductor(request: LoweringRequest) -> Steps[FlatCallable]:
     refuse_shared_writes(graph, examples)
     try:
         require()  # or what was kept would be taken for damaged, and what is made now could not be run
-        compiled, contained = yield from request.artifacts.begin(factors(), partial(_compile, graph, examples), _load)
+        made = partial(_compile, graph, examples, request.background)
+        compiled, contained = yield from request.artifacts.begin(factors(), made, _load)
     except Exception as error:  # any part of the compiler may raise
+        if request.background:
+            raise
         request.note(
             "a graph is compiled by Inductor at each start, as AOTInductor refuses it: "
             f"{type(error).__name__}: {one_line(str(error))}"
@@ -123,17 +122,15 @@ def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
     return [getattr(graph, name).detach() for name in held]
 
 
-def _compile(graph: fx.GraphModule, examples: list[Tensor], folder: Path) -> Steps[None]:
+def _compile(graph: fx.GraphModule, examples: list[Tensor], background: bool, folder: Path) -> Steps[None]:
     """Write the shared object of a graph into a folder, and the description of its custom ops' calls, if it has any."""
-    nodes = fx.Graph()
-    nodes.output(nodes.graph_copy(graph.graph, {}))
-    copy = fx.GraphModule(graph, nodes)  # the compiler changes its input
     direct = DirectCalls(graph)
     with TemporaryDirectory(prefix="core-") as made:
-        with torch.no_grad(), _quiet(), _known_instructions():
-            generated: Any = torch._inductor.aot_compile(copy, tuple(examples), options=_options(made, direct))
-        files = [name for name in generated if isinstance(name, str)]
-        built = yield from build(files, folder / _OBJECT, Graph)
+        if background:
+            files = yield from generate_apart(graph, examples, direct.declarations, made)
+        else:
+            files = generate(graph, examples, direct.declarations, made)
+        built = yield from build(files, folder / OBJECT, Graph)
         for found in Path(made).glob("*.wrapper.json"):
             shutil.move(found, folder / _CUSTOM_OPS)
     direct.write(folder, *((CONTAINER,) if built.contained else ()))
@@ -142,67 +139,9 @@ def _compile(graph: fx.GraphModule, examples: list[Tensor], folder: Path) -> Ste
     _compiled.extend([str(folder)] * (2 if built.reason else 1))
 
 
-def _options(folder: str, direct: DirectCalls) -> dict[str, Any]:
-    """Return settings of Inductor: C++ and no shared object goes into the folder, and as little as is needed."""
-    import torch._inductor.config as config
-
-    options: dict[str, Any] = {
-        "aot_inductor.output_path": os.path.join(folder, _OBJECT),
-        "aot_inductor.package": True,
-        "aot_inductor.package_cpp_only": True,
-        # Lines of the generated code, for debuggers, and checks of what ops of this project return.
-        "aot_inductor.enable_line_tables": False,
-        "size_asserts": False,
-        # Inductor tries an instruction set by compiling and loading a library, 2 to 3 s on a small machine. A set that
-        # the compiler does not know is an error of the compile.
-        "cpp.vec_isa_ok": True,
-        # Two precompiled headers take 10 s and 300 MB, and save about 1 s of each graph.
-        "aot_inductor.precompile_headers": False,
-        SETTING: direct.setting(),
-    }
-    # Not every version of torch has all of them.
-    return {name: value for name, value in options.items() if _has(config, name)}
-
-
-def _has(config: Any, name: str) -> bool:
-    """Return whether Inductor has a setting of this name, such as `cpp.threads`."""
-    return name in config.save_config_portable(ignore_private_configs=False)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's warnings about its own code."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
-        yield
-
-
-@contextmanager
-def _known_instructions() -> Iterator[None]:
-    """Spare Inductor its trials of instructions that the plugin's kernels, loaded by now, are compiled with.
-
-    It asks torch what the processor has, and then compiles and loads a library for each set: 1 to 2 s, in which nothing
-    else goes on. The setting `cpp.vec_isa_ok` spares it the first of these only. One thread at a time: the change of a
-    second one would be put back to that of the first.
-    """
-    from torch._inductor.cpu_vec_isa import VecISA
-
-    with _INDUCTOR:
-        compiles, known = VecISA.check_build, instructions()
-
-        def check_build(self: VecISA, code: str) -> bool:
-            return known.issuperset(self._arch_flags.split()) or compiles(self, code)
-
-        VecISA.check_build = check_build  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            VecISA.check_build = compiles  # type: ignore[method-assign]
-
-
 def _load(folder: Path) -> tuple[Graph, str]:
     """Return the graph in a folder, and why it is in torch's own container that could do without; "" elsewhere."""
-    graph, retried = Graph(folder / _OBJECT, contained=CONTAINER in load_kernels(folder)), folder / _RETRIED
+    graph, retried = Graph(folder / OBJECT, contained=CONTAINER in load_kernels(folder)), folder / _RETRIED
     return graph, retried.read_text(encoding="utf-8") if retried.exists() else ""
 
 

@@ -1,0 +1,106 @@
+"""core_cpu/aot/codegen.py: Inductor writes the same C++ in a worker as here, and a program runs meanwhile."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import core
+from core.common.under_way import UnderWay
+from core_cpu.aot import codegen
+from core_cpu.aot.direct_calls import DirectCalls
+from core_cpu.linear import linear
+from tests.support import compile_with
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+X, W = torch.linspace(-1, 1, 64).view(4, 16), torch.linspace(-1, 1, 256).view(16, 16)
+WAIT_S = 300.0
+
+
+def calls(x: Tensor, weight: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+    return (torch.nn.functional.silu(linear(x, weight, None)) + row, x.new_ones(4) + x.sum(1))
+
+
+def sources(folder: Path) -> str:
+    """Return the C++ below a folder, without the names of the folder and of files, which are digests of it too."""
+    texts = [path.read_text().replace(str(folder), "") for path in folder.rglob("*.cpp")]
+    assert texts
+    return "\n".join(sorted(re.sub(r"\bc[a-z0-9]{51}\b", "name", text) for text in texts))
+
+
+def ended(work: UnderWay[Any]) -> Any:
+    """Ask again and again, as the thread of a program does."""
+    while not work.is_done:
+        work.advance()
+    return work.finish()
+
+
+@pytest.fixture
+def no_workers() -> Iterator[None]:
+    """End the workers of the test."""
+    yield
+    codegen._WORKERS.end()
+    assert codegen._WORKERS._pool is None
+
+
+def test_a_job_that_was_pickled_writes_the_same_code(tmp_path: Path) -> None:
+    graph, examples = fx.symbolic_trace(calls), [X, W, W[0]]
+    declarations = DirectCalls(graph).declarations
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    codegen.generate(graph, examples, declarations, str(here))
+    job = pickle.loads(pickle.dumps(codegen._Job.of(graph, examples, declarations, str(there))))
+    assert job.memories == (X.untyped_storage().nbytes(), W.untyped_storage().nbytes())  # the row lies in the weight
+    job.run()
+    assert sources(there) == sources(here) and next(iter(declarations.values())).split("(")[0] in sources(here)
+
+
+def test_where_a_worker_fails_this_process_does_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(job: object) -> None:
+        raise OSError("no processes are left")
+
+    monkeypatch.setattr(codegen._WORKERS, "submit", refuse)
+    monkeypatch.setattr(codegen, "generate", lambda *given: ["here"])
+    with caplog.at_level("INFO", "core.cpu"):
+        assert ended(UnderWay(codegen.generate_apart(fx.symbolic_trace(calls), [X, W, W[0]], {}, str(tmp_path)))) == [
+            "here"
+        ]
+    assert "no processes are left" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_worker_writes_the_same_code(tmp_path: Path, no_workers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, examples = fx.symbolic_trace(calls), [X, W, W[0]]
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    codegen.generate(graph, examples, {}, str(here))
+    monkeypatch.setattr(codegen, "generate", None)  # it is not done here
+    ended(UnderWay(codegen.generate_apart(graph, examples, {}, str(there))))
+    assert sources(there) == sources(here)
+
+
+@pytest.mark.slow
+def test_a_program_answers_right_before_and_after_it_is_compiled(no_workers: None) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+    inputs = {"input": core.InputSpec(("n", 16), torch.float32)}
+    expected = model(X).detach()
+    with compile_with(model, "cpu", inputs=inputs, buckets=[1, 4], lowering="inductor", background=True) as program:
+        before = program(input=X).clone()
+        assert program.report().pending and sum(program.report().interim.values()) == 3
+        assert program.wait_compiled(WAIT_S) and not program.report().notes
+        after = program(input=X).clone()
+        assert program.report().num_kernels >= 2 and sum(program.report().interim.values()) >= 3
+        for found in (before, after):
+            torch.testing.assert_close(found, expected)
