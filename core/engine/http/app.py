@@ -21,6 +21,7 @@ from core.engine.http.config import ServerConfig
 from core.engine.http.errors import ApiError, of_core, of_validation
 from core.engine.http.gate import Gate
 from core.engine.http.generation import Admission, Asked, Generation
+from core.engine.http.load import load_of
 from core.engine.http.metrics import Metrics
 from core.engine.http.protocol import (
     ChatRequest,
@@ -33,7 +34,6 @@ from core.engine.http.streaming import EventStream, unless_gone
 from core.engine.http.texts import Texts
 from core.engine.serve.async_engine import AsyncEngine
 from core.engine.serve.engine import Engine
-from core.engine.serve.load import load_of
 from core.engine.serve.prompts import EncodedPrompt, Prompt
 from core.errors import CoreError, ModelError
 

@@ -13,10 +13,10 @@ from typing import Any
 from core.engine.config import SamplingParams
 from core.engine.http.config import ServerConfig
 from core.engine.http.errors import ApiError, of_core
+from core.engine.http.load import max_running
 from core.engine.http.metrics import Metrics
 from core.engine.http.texts import Texts
 from core.engine.serve.async_engine import AsyncEngine
-from core.engine.serve.load import max_running
 from core.engine.serve.prompts import EncodedPrompt, Prompt
 from core.engine.serve.request import Completion, RequestOutput
 from core.engine.serve.tickets import Receive, Ticket

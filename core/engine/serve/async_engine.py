@@ -276,13 +276,14 @@ class AsyncEngine:
             raise UsageError("AsyncEngine.call", found=found, remedy="use `generate` or `submit` of the AsyncEngine")
 
     def _lost_tokens(self) -> list[Ticket]:
-        """Return the requests that the engine no longer has, or whose tokens differ from those handed out."""
-        requests = self.engine._requests
-        return [
-            ticket
-            for index, ticket in self._tickets.items()
-            if index not in requests or ticket.num_tokens != len(requests[index].sequence.generated)
-        ]
+        """Return the requests that the engine no longer has, or whose tokens differ from those handed out, and from
+        those that its next step hands out."""
+        made = {index: len(each.sequence.generated) for index, each in self.engine._requests.items()}
+        told = {index: ticket.num_tokens for index, ticket in self._tickets.items()}
+        for index, count in self.engine._steps.untold.items():
+            told[index] = told.get(index, 0) + count
+            made.setdefault(index, told[index])  # it ended, which the next step tells
+        return [ticket for index, ticket in self._tickets.items() if made.get(index) != told[index]]
 
     def _post(self, batch: list[tuple[Ticket, RequestOutput | Exception]]) -> None:
         """Hand outputs to the event loop, those of a step in one call."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from core.compilation.options import Progress
 from core.device import Device
@@ -22,18 +21,17 @@ from core.engine.inspect.batches import check_batches
 from core.engine.lora.adapters import Adapters
 from core.engine.models.loading import LoadedModel, load_model
 from core.engine.serve.drafting import load_draft
+from core.engine.serve.handing import HandsOut
 from core.engine.serve.prompts import EncodedPrompt, Prompt, check_params, encode_prompts, one_each
 from core.engine.serve.request import Completion, Request, RequestOutput, check_request_id
 from core.engine.serve.resting import Resting
 from core.engine.serve.route import SERVED, make_runner
 from core.engine.serve.scheduler import Scheduler
 from core.engine.serve.stats import Described, EngineStats
-from core.engine.serve.stepping import Done, Pace, StepLoop, StepTurn, Timeline
+from core.engine.serve.stepping import Pace, StepLoop, StepTurn, Timeline
 from core.engine.steps.runner import EngineConfig
-from core.engine.steps.sequence import Sequence as EngineSequence
 from core.engine.steps.sleeper import make_sleeper
-from core.engine.steps.speculation import accept
-from core.engine.steps.step import Part, Step
+from core.engine.steps.step import Step
 from core.errors import UsageError
 from core.host.selection import select_device
 
@@ -41,7 +39,7 @@ OnText = Callable[[int, str], None]
 """Called as `on_text(prompt index, piece)` when a piece of text has become certain."""
 
 
-class Engine(Resting, Described):
+class Engine(HandsOut, Resting, Described):
     """A loaded model, its compiled programs and its cache. Use as a context manager, or call `close()`.
 
     `generate` for a list of prompts; `add_request`, `step` and `abort` where requests come and go; `sleep`, `wake` and
@@ -148,7 +146,7 @@ class Engine(Resting, Described):
         if self.has_unfinished:
             raise UsageError(
                 f"generate for {len(prompts)} prompts",
-                found=f"{len(self._requests)} requests of add_request are unfinished",
+                found=f"{self._num_unfinished} requests of add_request are unfinished",
                 remedy="finish them by step() or abort(), or add these prompts by add_request too",
             )
         completions: dict[int, Completion] = {}
@@ -162,7 +160,7 @@ class Engine(Resting, Described):
                     if output.text and on_text is not None:
                         on_text(output.request_id - first, output.text)
         finally:
-            for request_id in tuple(self._requests):
+            for request_id in (*self._requests, *self._steps.untold):
                 self.abort(request_id)
             self._completions = around
         return [completions[first + index] for index in range(len(encoded))]
@@ -190,8 +188,8 @@ class Engine(Resting, Described):
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self._requests)
+        """Whether any request waits or runs, or ended in a step that was interrupted before it told of that."""
+        return self._num_unfinished > 0
 
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
@@ -200,19 +198,22 @@ class Engine(Resting, Described):
         Once, or several times where sequences only generate (`EngineConfig.decode_steps`). A request joins at the first
         step that has room for it and leaves with the step that returns its completion. A step that only computes a part
         of a prompt gives it no output. Where the model fails on the paged cache, every request is as it was before:
-        step again. On the static cache, whose states may be half-done, abort.
+        step again. On the static cache, whose states may be half-done, abort. Interrupted where tokens were computed
+        already, the next call hands them out.
         """
         self._check_ready("a step")
         with self._turn.taken("a step"):
             done = self._steps.next(self._requests.__contains__, self._wants_logits, ahead=self.runs_ahead)
-            return [] if done is None else self._hand_out(done)
+            outputs = [] if done is None else self._hand_out(done)
+            self._steps.handed_out()
+            return outputs
 
     def abort(self, request_id: int) -> Completion | None:
         """End a request now, free its cache, and return its completion so far; None if it has already ended."""
         check_request_id(request_id, self._num_requests)
         with self._turn.taken("an abort"):
-            request = self._requests.get(request_id)
-            return None if request is None else self._leave(request, request.abort())
+            untold, request = self._steps.withdraw(request_id), self._requests.get(request_id)
+            return untold if request is None else self._leave(request, request.abort())
 
     def close(self) -> None:
         """End all requests and free programs and cache; the second time, do nothing."""
@@ -244,52 +245,5 @@ class Engine(Resting, Described):
             self._scheduler.add(sequence)
             return sequence.index
 
-    def _hand_out(self, done: Done) -> list[RequestOutput]:
-        """Give each sequence the tokens that a step has sampled for it."""
-        outputs, row = [], 0
-        for part in done.step.parts:
-            first, row = row, row + part.num_rows
-            request = self._requests.get(part.sequence.index)
-            if request is None:
-                self._counts.discarded += part.num_rows  # it ended while this step ran
-            elif part.emits:
-                rows = None if done.logits is None else done.logits[first:row]
-                outputs.append(self._advance(request, part, done.tokens_of(first, part), rows))
-            else:
-                self._settle(part.sequence, part.end)
-        return outputs
-
-    def _settle(self, sequence: EngineSequence, num_tokens: int) -> None:
-        # Empty if the sequence lost its cache meanwhile.
-        sequence.num_settled = min(num_tokens, sequence.num_computed, self.drafter.num_held(sequence))
-        self._runner.cache.settle(sequence)
-
     def _wants_logits(self, step: Step) -> bool:
         return bool(self._collecting) and any(part.sequence.index in self._collecting for part in step.parts)
-
-    def _advance(self, request: Request, part: Part, tokens: Sequence[int], logits: Tensor | None) -> RequestOutput:
-        """Give a sequence the tokens of its part of a step, up to the one that ends it."""
-        sequence, num_generated = request.sequence, len(request.sequence.generated)
-        sequence.num_awaited -= 1 if part.drafts else len(tokens)
-        text = request.push_all(accept(part.drafts, tokens) if part.drafts else tokens, logits)
-        # The last new token is computed by a later step, those before it are in the cache.
-        more = len(sequence.generated) - num_generated - 1
-        if part.drafts:
-            sequence.num_computed += more
-            self._counts.accepted[self.drafter.kind] += more
-        else:
-            self._counts.discarded += len(tokens) - 1 - more
-        self._settle(sequence, part.end + more)
-        if (completion := request.completion()) is not None:
-            self._leave(request, completion)
-        return request.output(num_generated, text, completion)
-
-    def _leave(self, request: Request, completion: Completion) -> Completion:
-        if self._completions is not None:
-            self._completions[request.sequence.index] = completion
-        self._scheduler.remove(request.sequence)
-        self.drafter.forget(request.sequence)
-        self._requests.pop(request.sequence.index, None)
-        self._collecting.discard(request.sequence.index)
-        self._counts.ended += request.sequence.has_begun  # a sequence that only waited never joined
-        return completion

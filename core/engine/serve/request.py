@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from core.engine.config import SamplingParams
 from core.engine.models.loading import LoadedModel
 from core.engine.serve.detokenize import Detokenizer
 from core.engine.serve.grammar import constraint
-from core.engine.steps.sequence import FinishReason, Sequence, TokenLogprobs
+from core.engine.steps.sequence import FinishReason, TokenLogprobs
+from core.engine.steps.sequence import Sequence as EngineSequence
 from core.errors import UsageError
 
 
@@ -76,7 +77,7 @@ def _check_ids(params: SamplingParams, vocab_size: int) -> None:
 class Request:
     """A sequence with its text and, if they are collected, its logits."""
 
-    def __init__(self, sequence: Sequence, loaded: LoadedModel, *, collect_logits: bool = False) -> None:
+    def __init__(self, sequence: EngineSequence, loaded: LoadedModel, *, collect_logits: bool = False) -> None:
         """Begin; raise `ModelError` where the text may end at a string and there is no tokenizer."""
         params = sequence.params
         if params.stop:
@@ -88,13 +89,30 @@ class Request:
         _check_ids(params, loaded.vocab_size)
         sequence.constraint = constraint(loaded, params)
         sequence.update_shaping()
-        self._detokenizer: Detokenizer | None = None
-        if loaded.tokenizer is not None:
-            context = sequence.prompt[-1:]
-            self._detokenizer = Detokenizer(loaded.tokenizer, stop=tuple(params.stop), context=context)
+        self._loaded = loaded
+        self._detokenizer = self._new_detokenizer()
         self._text: list[str] = []
         self._logits: list[Tensor] = []
         self._logprobs: list[TokenLogprobs] = []
+
+    def _new_detokenizer(self) -> Detokenizer | None:
+        params, tokenizer = self.sequence.params, self._loaded.tokenizer
+        if tokenizer is None:
+            return None
+        return Detokenizer(tokenizer, stop=tuple(params.stop), context=self.sequence.prompt[-1:])
+
+    def rewind(self, tokens: Sequence[int]) -> None:
+        """Be as it was after these tokens, the first of those that were pushed; may be called again if interrupted."""
+        sequence = self.sequence
+        sequence.generated.clear()
+        sequence.finish_reason = None
+        sequence.constraint = constraint(self._loaded, sequence.params)
+        sequence.update_shaping()
+        self._detokenizer = self._new_detokenizer()
+        self._text.clear()
+        del self._logits[len(tokens) :], self._logprobs[len(tokens) :]
+        for token in tokens:
+            self.push(token, None)
 
     def push_all(self, tokens: Iterable[int], logits: Tensor | None) -> str:
         """Push tokens, with the row of logits of each, up to one that ends the sequence; return the text that is now

@@ -43,6 +43,11 @@ class Resting:
     _spoilt = ""
 
     @property
+    def _num_unfinished(self) -> int:
+        """How many requests wait or run, or have ended in a step that was interrupted before it told of that."""
+        return len({*self._requests, *self._steps.untold})
+
+    @property
     def is_asleep(self) -> bool:
         """Whether `sleep` was called, and `wake` not yet."""
         return self._asleep
@@ -144,8 +149,8 @@ class Resting:
     def _check_idle(self, asked: str) -> None:
         if self._closed or self._asleep:
             self._check_ready(asked)
-        if self._requests:
-            found = f"{len(self._requests)} requests are unfinished"
+        if self._num_unfinished:
+            found = f"{self._num_unfinished} requests are unfinished"
             raise UsageError(asked, found=found, remedy="finish them by step() or end them by abort() first")
 
     def _free(self) -> None:

@@ -60,6 +60,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         #: Sequences that gave their cache back while their last token was still being computed.
         self._emptied: list[Sequence] = []
+        #: All that were added and not removed.
+        self._known: dict[int, Sequence] = {}
         #: Sequences that gave their cache back, counted each time.
         self.num_preempted = 0
 
@@ -75,6 +77,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind all of the same priority."""
+        self._known[sequence.index] = sequence
         self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -85,6 +88,7 @@ class Scheduler:
         if sequence in self._emptied:
             self._emptied.remove(sequence)
         self._cache.release(sequence)
+        self._known.pop(sequence.index, None)
 
     def take_back(self, steps: Iterable[Step]) -> None:
         """Reset all sequences to before these steps, which failed; where states are lost, to their beginning.
@@ -101,6 +105,13 @@ class Scheduler:
         emptied, self._emptied = self._emptied, []
         for sequence in reversed(emptied):
             if sequence in self._running:
+                self._preempt(sequence)
+        # Those whose last token was under way run again, and others have taken their places.
+        while len(active := self._active()) > self._max_num_seqs:
+            self._preempt(_least_urgent(active))
+        for sequence in self._known.values():
+            waits = sequence in self._waiting
+            if waits == (sequence in self._running) or (waits and sequence.tables):  # interrupted as it joined or left
                 self._preempt(sequence)
 
     def schedule(self) -> Step | None:
@@ -168,12 +179,14 @@ class Scheduler:
         return last
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
+        if sequence in self._running:
+            self._running.remove(sequence)
         self._cache.release(sequence)
         sequence.num_computed = sequence.num_settled = sequence.num_reused = 0
         sequence.num_preemptions += 1
         self.num_preempted += 1
-        self._waiting.add(sequence)
+        if sequence not in self._waiting:
+            self._waiting.add(sequence)
 
     def _prompts(self, room: int, *, may_join: bool) -> list[Part]:
         """Give `room` tokens to the prompts that run already, then to those that can join."""

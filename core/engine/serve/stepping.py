@@ -4,20 +4,20 @@ one fails."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor
-
+from core.engine.serve.handing import Done
+from core.engine.serve.request import Completion
 from core.engine.serve.scheduler import Scheduler
 from core.engine.serve.stats import EngineStats
 from core.engine.serve.tokens import TokenReader
 from core.engine.steps.drafts import Drafter
 from core.engine.steps.model_runner import ModelRunner
 from core.engine.steps.shaping import needs_host
-from core.engine.steps.step import Flight, Part, Step
+from core.engine.steps.step import Flight, Step
 from core.errors import UsageError
 
 Timeline = list[tuple[str, int, int, dict[str, Any]]]
@@ -26,24 +26,6 @@ TURN_S = 0.02
 """Seconds that steps in a row may take: a request that arrives waits so long at most, and a text grows so often."""
 MOST = 32
 """Steps in a row at most: the host's work of each is small by then, and those behind the end of a text are in vain."""
-
-
-class Done(NamedTuple):
-    """A step that was computed."""
-
-    step: Step
-    #: One for each of its rows, and all rows again for each further time that it ran.
-    tokens: list[int]
-    #: (rows, vocabulary) on the host, where they were wanted.
-    logits: Tensor | None
-
-    def tokens_of(self, first: int, part: Part) -> list[int]:
-        """Return the tokens of a part whose rows begin at `first`: one for each row, or for each time."""
-        return (
-            self.tokens[first :: self.step.num_rows]
-            if self.step.times > 1
-            else self.tokens[first : first + part.num_rows]
-        )
 
 
 class StepTurn:
@@ -108,8 +90,10 @@ class StepLoop:
         self._counts = counts
         self._read = TokenReader(counts).read
         self._flight: Flight | None = None
-        #: The step that `ModelRunner.run` computes or queues right now.
+        #: The step that was begun last, until others hold it.
         self._begun: Step | None = None
+        #: The step that was computed, until its tokens are handed out.
+        self._done: Done | None = None
         #: The list that collects timed actions; None collects nothing.
         self.timeline: Timeline | None = None
 
@@ -118,8 +102,12 @@ class StepLoop:
 
         ahead: begin the step behind it first, where it can be queued; not where its logits are needed on the host,
         which are there until the next step runs. lives: returns, by its index, whether a sequence is still wanted.
-        Where anything fails, the sequences are as they were before, and the steps are computed again.
+        Where anything fails, the sequences are as they were before, and the steps are computed again. What was returned
+        is returned again until it is handed out.
         """
+        if self._done is not None:
+            return self._done
+        self._begun = None
         flight = self._flight
         try:
             if flight is None or not any(lives(part.sequence.index) for part in flight.step.parts):
@@ -134,20 +122,37 @@ class StepLoop:
             tokens = self._read(flight.step, flight.output)
             self._note("wait", start, flight.step)
             logits = flight.output.all_logits().detach().to("cpu", copy=True) if wanted else None
+            self._counts.count(
+                flight.step,
+                padding=flight.output.padding,
+                preempted=self._scheduler.num_preempted,
+                drafted_by=self._drafter.kind,
+            )
+            self._done = Done(flight.step, tokens, logits)
         except BaseException:
+            self._done = None
             self._undo(flight)
             raise
-        self._counts.count(
-            flight.step,
-            padding=flight.output.padding,
-            preempted=self._scheduler.num_preempted,
-            drafted_by=self._drafter.kind,
-        )
-        return Done(flight.step, tokens, logits)
+        return self._done
+
+    def handed_out(self) -> None:
+        """Forget what `next` gave: each of its parts was handed out."""
+        self._done = None
+
+    @property
+    def untold(self) -> Mapping[int, int]:
+        """Requests with outputs that an interrupted step holds back for the next one, and the number of tokens of
+        each."""
+        done = self._done
+        return {} if done is None else {each.request_id: len(each.token_ids) for each in done.outputs.values()}
+
+    def withdraw(self, request_id: int) -> Completion | None:
+        """Forget the output that is held back of a request; return its completion, if that is in it."""
+        return None if self._done is None else self._done.withdraw(request_id)
 
     def close(self) -> None:
-        """Forget the step under way."""
-        self._flight = None
+        """Forget the steps under way."""
+        self._flight = self._done = None
 
     def _begin(self, behind: Flight | None, alone: Callable[[Step], bool] | None = None) -> Flight | None:
         """Run the next step; None where there is nothing to do, or where it can't be queued behind another one.
@@ -171,7 +176,6 @@ class StepLoop:
         if step.phase == "decode" and behind is None:
             self.pace.took(len(step.parts), step.times, (time.perf_counter_ns() - start) * 1e-9)
         self._counts.ahead += behind is not None
-        self._begun = None
         return Flight(step, output)
 
     def _repeated(self, step: Step, wants_logits: Callable[[Step], bool]) -> Step:

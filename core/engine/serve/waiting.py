@@ -25,6 +25,9 @@ class WaitingSequences:
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._queues.get(sequence.params.priority, ())
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence by priority and arrival; one that has been here before has its old place."""
         insort(self._queues.setdefault(sequence.params.priority, []), sequence, key=_arrival)

@@ -10,12 +10,13 @@ import pytest
 
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
+from core.engine.http.load import load_of
 from core.engine.models.assets import embedded_model
 from core.engine.serve.async_engine import AsyncEngine
 from core.engine.serve.engine import Engine
-from core.engine.serve.load import load_of
 from core.engine.serve.request import RequestOutput
 from core.engine.steps.runner import EngineConfig
+from core.engine.steps.sequence import Sequence
 from core.errors import EngineError, ModelError, UsageError
 from tests.support import refused
 
@@ -49,6 +50,29 @@ def test_the_outputs_are_those_of_generate(engine: Engine) -> None:
         assert [token for output in outputs for token in output.token_ids] == list(completion.token_ids)
         assert "".join(output.text for output in outputs) == completion.text
         assert [output.completion for output in outputs] == [None] * 7 + [completion]
+
+
+@pytest.mark.parametrize("number", [1, 5, 17, 24])
+def test_an_error_while_tokens_are_handed_out_loses_none(
+    engine: Engine, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, calls, settle = engine.generate(TEXTS, PARAMS), [0], Engine._settle
+
+    def failing(self: Engine, sequence: Sequence, num_tokens: int) -> None:
+        calls[0] += 1
+        if calls[0] == number:
+            raise ValueError("once")
+        settle(self, sequence, num_tokens)
+
+    async def run() -> list[list[RequestOutput]]:
+        async with AsyncEngine(engine) as served:
+            return await asyncio.gather(*(collect(served.generate(text, PARAMS)) for text in TEXTS))
+
+    monkeypatch.setattr(Engine, "_settle", failing)
+    for outputs, completion in zip(asyncio.run(run()), wanted, strict=True):
+        assert [token for output in outputs for token in output.token_ids] == list(completion.token_ids)
+        assert outputs[-1].completion is not None and outputs[-1].completion.text == completion.text
+    assert calls[0] >= number
 
 
 def test_leaving_early_ends_the_request_and_nobody_elses(engine: Engine) -> None:
