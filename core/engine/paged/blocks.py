@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from core.errors import ModelError
@@ -64,6 +64,10 @@ class BlockPool:
                 self._free[block] = None
                 if self._keys[block] is None:
                     self._free.move_to_end(block, last=False)
+
+    def num_freed_by(self, blocks: Iterable[int]) -> int:
+        """Return how many blocks would have no holder if these were given back, each as often as it is named."""
+        return sum(self._holders[block] == count for block, count in Counter(blocks).items())
 
     def publish(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
         """Publish full blocks by their content; the first block of a key stays the one that is found.

@@ -107,6 +107,29 @@ class BlockTables:
         sequence.table_changed()
         return True
 
+    def fits(self, wanted: Sequence[tuple[EngineSequence, int]], *, without: Sequence[EngineSequence] = ()) -> bool:
+        """Tell whether there are blocks for so many first tokens of each of these sequences at once.
+
+        without: sequences that would give all of theirs back for it.
+        """
+        for number, pool in enumerate(self.pools):
+            more = sum(max(0, -(-count // self._block_size) - len(each.tables[number])) for each, count in wanted)
+            if more > pool.num_free:
+                given = (block for each in without for block in each.tables[number] if block != NULL_BLOCK)
+                if more > pool.num_free + pool.num_freed_by(given):
+                    return False
+        return True
+
+    def trim(self, sequence: EngineSequence) -> None:
+        """Give back blocks beyond the tokens that a sequence has."""
+        count = -(-len(sequence) // self._block_size)
+        for pool, table in zip(self.pools, sequence.tables, strict=False):
+            if len(table) > count:
+                spare = table[count:]
+                del table[count:]
+                sequence.table_changed()
+                pool.give_back(reversed(spare))
+
     def settle(self, sequence: EngineSequence) -> None:
         """Note that `num_settled` tokens are in the cache: publish full blocks, give back blocks before the windows."""
         if not sequence.tables:

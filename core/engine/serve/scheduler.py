@@ -108,7 +108,7 @@ class Scheduler:
                 self._preempt(sequence)
         # Those whose last token was under way run again, and others have taken their places.
         while len(active := self._active()) > self._max_num_seqs:
-            self._preempt(_least_urgent(active))
+            self._preempt(_least_urgent_first(active)[0])
         for sequence in self._known.values():
             waits = sequence in self._waiting
             if waits == (sequence in self._running) or (waits and sequence.tables):  # interrupted as it joined or left
@@ -124,8 +124,9 @@ class Scheduler:
             step = self._schedule()
             if step is not None or not (active := self._active()):
                 return step
-            # Every running sequence has some cache, but none has enough to continue.
-            self._preempt(_least_urgent(active))
+            # Every running sequence has some cache, but none has enough to continue: all compute prompts.
+            count = self._share(active[0], self._max_step_tokens, first=True)
+            self._make_room([(active[0], active[0].num_computed + count)])
 
     def grow(self, step: Step, times: int) -> int:
         """Give the sequences of a step of one token each the cache to run it so many times; return how often they can,
@@ -151,32 +152,40 @@ class Scheduler:
 
     def _generating(self) -> list[Sequence]:
         """Return the generating sequences with room for one more token, after others gave their cache back."""
-        found: list[Sequence] = []
-        for sequence in self._active():
-            if sequence.in_prompt:
-                continue  # skips sequences that have just given their cache back
-            while not self._cache.grow(sequence, sequence.num_computed + 1):
-                last = self._make_room()
-                if last is sequence:
-                    break
-                if last in found:
-                    found.remove(last)
-            else:
-                found.append(sequence)
+        found = [sequence for sequence in self._active() if not sequence.in_prompt]
+        if not all(self._cache.grow(sequence, sequence.num_computed + 1) for sequence in found):
+            gone = self._make_room([(sequence, sequence.num_computed + 1) for sequence in found])
+            found = [sequence for sequence in found if sequence not in gone]
+            for sequence in found:
+                self._cache.grow(sequence, sequence.num_computed + 1)
         return found
 
-    def _make_room(self) -> Sequence | None:
-        """Take the cache of sequences whose last token is under way, else of the least urgent one; return the
-        latter."""
-        done = [sequence for sequence in self._running if sequence.has_all and sequence.tables]
-        for sequence in done:
-            self._cache.release(sequence)
-        self._emptied += done
-        if done:
-            return None
-        last = _least_urgent(self._active())
-        self._preempt(last)
-        return last
+    def _make_room(self, wanted: List[tuple[Sequence, int]]) -> List[Sequence]:
+        """Let sequences give their cache back until the others of `wanted` have room for so many tokens; return those.
+
+        First what was taken beyond the tokens that there are, then of sequences whose last token is under way; then the
+        least urgent ones give theirs, and of these none that need not.
+        """
+        for sequence in self._running:
+            self._cache.trim(sequence)
+        if not self._cache.fits(wanted):
+            done = [sequence for sequence in self._running if sequence.has_all and sequence.tables]
+            for sequence in done:
+                self._cache.release(sequence)
+            self._emptied += done
+
+        def fits(gone: List[Sequence]) -> bool:
+            return self._cache.fits([each for each in wanted if each[0] not in gone], without=gone)
+
+        order, gone = _least_urgent_first(self._active()), list[Sequence]()
+        while not fits(gone):
+            gone.append(order[len(gone)])
+        for sequence in reversed(gone):
+            if fits(fewer := [each for each in gone if each is not sequence]):
+                gone = fewer
+        for sequence in gone:
+            self._preempt(sequence)
+        return gone
 
     def _preempt(self, sequence: Sequence) -> None:
         if sequence in self._running:
@@ -238,9 +247,13 @@ class Scheduler:
         return count if count > 0 and self._cache.grow(sequence, sequence.num_computed + 1 + count) else 0
 
 
-def _least_urgent(running: list[Sequence]) -> Sequence:
-    """Return the sequence that must give its cache back: among those with the largest priority number, the last to
-    join."""
-    most = min(sequence.params.priority for sequence in running)
-    ranks = [most if each.num_preemptions >= MAX_GIVEN_WAY else each.params.priority for each in running]
-    return max(zip(ranks, range(len(running)), running, strict=True), key=lambda each: each[:2])[2]
+def _least_urgent_first(running: list[Sequence]) -> list[Sequence]:
+    """Return the sequences in the order in which they give their cache back: by the largest priority number, and among
+    equals by who joined last."""
+    most = min((sequence.params.priority for sequence in running), default=0)
+
+    def rank(place: int) -> tuple[int, int]:
+        sequence = running[place]
+        return most if sequence.num_preemptions >= MAX_GIVEN_WAY else sequence.params.priority, place
+
+    return [running[place] for place in sorted(range(len(running)), key=rank, reverse=True)]

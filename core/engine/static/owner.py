@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as List
 
 from core.engine.steps.sequence import Sequence
 
@@ -28,6 +29,13 @@ class CacheOwner:
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Return True: the cache has room for the whole context."""
         return self._owner is sequence
+
+    def fits(self, wanted: List[tuple[Sequence, int]], *, without: List[Sequence] = ()) -> bool:
+        """Return True: the one sequence has the whole context."""
+        return True
+
+    def trim(self, sequence: Sequence) -> None:
+        """Do nothing: nobody else could use it."""
 
     def settle(self, sequence: Sequence) -> None:
         """Do nothing: no other sequence can use what this one has computed."""

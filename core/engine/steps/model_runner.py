@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -28,6 +29,15 @@ class SequenceCache(Protocol):
 
     def grow(self, sequence: EngineSequence, num_tokens: int) -> bool:
         """Make room for a sequence's first num_tokens tokens; False, with nothing changed, if there is none."""
+
+    def fits(self, wanted: Sequence[tuple[EngineSequence, int]], *, without: Sequence[EngineSequence] = ()) -> bool:
+        """Tell whether there is room for so many first tokens of each of these sequences, which hold room, at once.
+
+        without: sequences that would give all of theirs back for it.
+        """
+
+    def trim(self, sequence: EngineSequence) -> None:
+        """Take back room beyond the tokens that a sequence has, as is taken for drafts and steps in a row."""
 
     def settle(self, sequence: EngineSequence) -> None:
         """Take note of the sequence's `num_settled`, which has grown."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as List
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,6 +45,15 @@ class Places:
             return False
         self.held[sequence.index] = max(needed, self.held[sequence.index])
         return True
+
+    def fits(self, wanted: List[tuple[Sequence, int]], *, without: List[Sequence] = ()) -> bool:
+        needed = {each.index: -(-count // 4) for each, count in wanted}
+        gone = {each.index for each in without}
+        held = {index: count for index, count in self.held.items() if index not in gone}
+        return sum({**held, **{i: max(n, held.get(i, 0)) for i, n in needed.items()}}.values()) <= self.blocks
+
+    def trim(self, sequence: Sequence) -> None:
+        self.held[sequence.index] = min(self.held.get(sequence.index, 0), -(-len(sequence) // 4))
 
     def settle(self, sequence: Sequence) -> None:
         pass
@@ -206,7 +217,7 @@ def test_one_that_made_room_for_its_last_token_waits_again_where_that_step_fails
     behind = plan.schedule()  # `last` grows by what `first` has
     assert behind is not None
     last.num_computed = 4
-    more = plan._cache.grow(last, 5) or plan._make_room() is None
+    more = plan._cache.grow(last, 5) or plan._make_room([(last, 5)]) == []
     assert more and not first.tables and first.has_all
 
     plan.take_back([step])
