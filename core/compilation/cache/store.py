@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("core.cache")
 FORMAT = 2
+MOST_COMPARED = 16
+"""Entries, the latest ones, that a miss is compared with to explain it."""
 _KERNELS = "kernels"
 """Folder for the files of kernel compilers, with one subfolder per compiler."""
 _LOWERED = "lowered"
@@ -138,13 +140,15 @@ class Store:
         """Move an unusable entry away, so that another may be written."""
         self._whole.remove(self.folder / name)
 
-    def nearest(self, factors: Factors, *, most: int = 16) -> tuple[str, list[Difference]] | None:
+    def nearest(self, factors: Factors, *, most: int = MOST_COMPARED) -> tuple[str, list[Difference]] | None:
         """Return the key of the readable entry of the same model and device that differs least, and the differences.
 
-        None where there is no such entry: that of another device differs in everything.
+        Of the `most` latest entries, and no others are read: a miss explains itself in the same time whatever the size
+        of the cache. None where there is no such entry: that of another device differs in everything.
         """
         best: tuple[int, str, list[Difference]] | None = None
-        for entry in self.entries()[:most]:
+        paths = sorted((self.folder / name for name in self._whole.names()), key=_written, reverse=True)
+        for entry in map(self._entry, paths[:most]):
             with suppress(Damaged):
                 if entry.problem:
                     continue

@@ -18,7 +18,7 @@ from core.common.kernel_compilers import INDUCTOR, KernelCompiler
 from core.compilation.cache.differences import Factors
 from core.compilation.cache.entry import Damaged, Gone
 from core.compilation.cache.folders import Untrusted, default_folder
-from core.compilation.cache.store import Store, key_of
+from core.compilation.cache.store import MOST_COMPARED, Store, key_of
 
 COMPILERS = (INDUCTOR, KernelCompiler(name="acme", counting=INDUCTOR.counting, folder_variable="ACME_CACHE_DIR"))
 FACTORS = {"model": {"main": "m:Model"}, "device": {"name": "acme"}, "options": {"a": "1"}}
@@ -175,6 +175,23 @@ def test_the_nearest_entry_names_what_differs(tmp_path: Path) -> None:
     name, found = store.nearest({**FACTORS, "options": {"a": "9"}}) or ("", [])
     assert (name, list(map(str, found))) == (paths[0].name, ["options: a: 1 -> 9"])
     assert store.nearest({**FACTORS, "device": {"name": "third"}}) is None  # of which every factor differs
+
+
+def test_a_miss_reads_no_more_entries_however_many_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, read = Store(tmp_path), set[Path]()
+    paths = [write(store, {**FACTORS, "options": {"a": str(number)}}) for number in range(2 * MOST_COMPARED)]
+    for age, path in enumerate(paths):
+        os.utime(path, (1e9 + age,) * 2)
+
+    def read_noted(self: Path, before: Any = Path.read_bytes) -> bytes:
+        read.add(self.parent)
+        content: bytes = before(self)
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", read_noted)
+    found = store.nearest({**FACTORS, "options": {"a": "other"}})
+    assert found is not None and found[0] == paths[-1].name
+    assert read == {*paths[-MOST_COMPARED:]}
 
 
 def test_clearing_takes_kernels_too_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
