@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import time
 from collections.abc import Mapping
@@ -14,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from core.bench.preset_names import check_preset
 from core.engine.models.hf import driven, import_transformers
 from core.engine.models.loading import LoadedModel, loaded_model
-from core.errors import ModelError, UsageError
+from core.errors import ModelError
 
 _POSITIONS = 131_072
 
@@ -140,13 +140,7 @@ def find_preset(name: str) -> Preset:
     ones, and `ModelError` for a file that states none."""
     if name.endswith(".json"):
         return read_preset(Path(name))
-    if name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, 1)
-        raise UsageError(
-            f"--preset {name!r}",
-            found=f"the presets are {', '.join(PRESETS)}",
-            remedy=f"did you mean {close[0]!r}?" if close else "name one of these, or the path of a config.json",
-        )
+    check_preset(name)
     return PRESETS[name]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from core.bench.preset_names import check_preset
 from core.cli.bench_load import bench_load, check_goes_with
 from core.cli.model_argument import (
     CALIBRATION,
@@ -118,7 +119,9 @@ def bench(
 
     from core.host.selection import check_name, select_device
 
-    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model)
+    quantized: Any = {"quantize": quantize, "calibration": calibration}
+    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model, **quantized)
+    check_preset(preset)
     check_name(device)
     if model is not None and preset is not None:
         raise UsageError(
@@ -138,11 +141,9 @@ def bench(
     from core.bench.model import engine_options
     from core.bench.peers.choosing import choose
     from core.bench.plots.file import check_plot, write_plot
-    from core.engine.models.quantizing import Quantize
     from core.engine.parallel.rank import open_device
     from core.engine.steps.runner import EngineConfig
 
-    Quantize.of(quantize, calibration)  # an unknown scheme is refused before minutes of work
     drafts: dict[str, Any] = {"speculative": speculative, "draft_model": draft_model}
     engine = EngineConfig(kv_cache_dtype=kv_cache_dtype, options=options, **drafts)
     check_goes_with(context_, serve)

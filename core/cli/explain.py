@@ -73,7 +73,8 @@ def explain(
     """
     from core.host.selection import check_name
 
-    check_model_options(model, dtype, phase=phase, cache=cache, kv_cache_dtype=kv_cache_dtype)
+    quantized: Any = {"quantize": quantize, "calibration": calibration, "sensitivity": sensitivity}
+    check_model_options(model, dtype, phase=phase, cache=cache, kv_cache_dtype=kv_cache_dtype, **quantized)
     cut = check_experts(experts)
     check_name(device)
     check_file("--html", html)

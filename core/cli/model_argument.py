@@ -14,6 +14,7 @@ from core.engine.config import CACHES, KV_CACHE_DTYPES, OWN_HEADS, PHASES, Phase
 from core.engine.models.resolve import DTYPES, check_choice, check_dtype, check_type
 from core.errors import UsageError
 from core.paths import local_path
+from core.quantization.names import check_options
 
 if TYPE_CHECKING:
     from core.compilation.options import CompileOptions, Deterministic, Verify
@@ -120,6 +121,9 @@ def check_model_options(
     cache: str = "auto",
     kv_cache_dtype: str = "auto",
     draft_model: Path | None = None,
+    quantize: str | None = None,
+    calibration: Path | None = None,
+    sensitivity: bool = False,
 ) -> None:
     """Refuse, before torch is imported, options that no device and no model allows.
 
@@ -133,6 +137,7 @@ def check_model_options(
     check_choice("--phase", phase, PHASES)
     check_choice("--cache", cache, CACHES)
     check_choice("--kv-cache-dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    check_options(quantize, calibration, sensitivity=sensitivity)
     if draft_model is not None and str(draft_model) != OWN_HEADS:
         check_folder(local_path(f"draft model {str(draft_model)!r}", draft_model))
     if isinstance(model, str) and os.sep not in model and not local_path(f"model {model!r}", model).exists():

@@ -103,7 +103,8 @@ def run(
     from core.host.selection import check_name
 
     model = one_model(model, model_option)
-    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model)
+    quantized: Any = {"quantize": quantize, "calibration": calibration}
+    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model, **quantized)
     how = check_experts(experts)
     check_file("--html", html)
     params = SamplingParams(

@@ -106,7 +106,8 @@ def serve(
     from core.host.selection import check_name
 
     model = one_model(model, model_option)
-    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model)
+    quantized: Any = {"quantize": quantize, "calibration": calibration}
+    check_model_options(model, dtype, kv_cache_dtype=kv_cache_dtype, draft_model=draft_model, **quantized)
     adapters, cut = parse_loras(lora), check_experts(experts)
     engine_config = EngineConfig(
         max_num_seqs=max_num_seqs,

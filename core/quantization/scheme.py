@@ -5,15 +5,13 @@ A name is a key of `SCHEMES`. The name of a weight-only scheme may end in a grou
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
-from core.errors import UsageError
+from core.quantization.names import split_name
 
 FP8 = torch.float8_e4m3fn
 """The only fp8 format of weights and activations; largest value 448."""
@@ -98,30 +96,14 @@ SCHEMES: Mapping[str, QuantizationScheme] = MappingProxyType(
 )
 """Schemes by name. Weights of 8 bits have one scale per channel, weights of 4 bits one per group of 128."""
 
-_GROUPED = re.compile(r"(.*)-g(\d+)")
-
 
 def find_scheme(scheme: str | QuantizationScheme) -> QuantizationScheme:
     """Return the scheme of a name, or the scheme given; raise `UsageError` with the known names for another name."""
     if isinstance(scheme, QuantizationScheme):
         return scheme
-    grouped = _GROUPED.fullmatch(scheme)
-    name = grouped[1] if grouped else scheme
-    found = SCHEMES.get(name)
-    if found is None:
-        close = difflib.get_close_matches(scheme, SCHEMES, 1)
-        raise UsageError(
-            f"quantisation scheme {scheme!r}",
-            found=f"the schemes are {', '.join(SCHEMES)}",
-            remedy=f"did you mean {close[0]!r}?" if close else "name one of these",
-        )
-    if grouped is None:
+    name, group_size = split_name(scheme)
+    found = SCHEMES[name]
+    if not group_size:
         return found
-    if found.activations is not None or int(grouped[2]) == 0:
-        raise UsageError(
-            f"quantisation scheme {scheme!r}",
-            found="groups of weights go with weight-only schemes, and hold at least one weight",
-            remedy="name a scheme such as 'w4a16-g64' or 'w8a16-g128'",
-        )
-    weights = replace(found.weights, granularity="group", group_size=int(grouped[2]))
+    weights = replace(found.weights, granularity="group", group_size=group_size)
     return replace(found, name=scheme, weights=weights)

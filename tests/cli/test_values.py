@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from core.bench.preset_names import PRESET_NAMES
+from core.bench.presets import PRESETS
 from core.cli import main
 from core.paths import local_path
+from core.quantization.names import SCHEME_NAMES, WEIGHT_ONLY
+from core.quantization.scheme import SCHEMES
 from core.settings import Settings
 
 EARLY = (
@@ -35,6 +39,14 @@ EARLY = (
     "serve core --model core",
     "run --no-passes --pass lift_rms_norm",
     "run --max-new-tokens " + "9" * 5000,
+    "run --quantize nope",
+    "run --quantize int8-g32",
+    "run --calibration text.txt",
+    "serve --quantize nope",
+    "explain --quantize w4a16-g0",
+    "explain --sensitivity",
+    "bench --quantize nope",
+    "bench --preset nope",
     "bench --batch 0",
     "bench --batch x",
     "bench --rounds 0",
@@ -67,6 +79,11 @@ def test_a_wrong_command_line_is_refused_before_torch_is_imported() -> None:
     rows = dict(zip(EARLY, json.loads(ran.stdout.splitlines()[-1]), strict=True))
     assert {line: row for line, row in rows.items() if row != [2, False]} == {}
     assert "internal error" not in ran.stderr
+
+
+def test_what_is_checked_without_torch_is_what_there_is() -> None:
+    assert tuple(SCHEMES) == SCHEME_NAMES and tuple(PRESETS) == PRESET_NAMES
+    assert tuple(name for name, scheme in SCHEMES.items() if scheme.activations is None) == WEIGHT_ONLY
 
 
 @pytest.mark.parametrize(

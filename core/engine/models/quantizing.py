@@ -12,6 +12,7 @@ from core.engine.models.checkpoint import Progress
 from core.engine.models.loading import LoadedModel
 from core.errors import UsageError
 from core.quantization.layers import num_weights
+from core.quantization.names import check_options
 from core.quantization.quantize import quantize
 from core.quantization.scheme import QuantizationScheme, find_scheme
 
@@ -41,14 +42,9 @@ class Quantize:
     @classmethod
     def of(cls, scheme: str | None, calibration: Path | None, *, sensitivity: bool = False) -> Quantize | None:
         """Return what the options ask for, None for nothing; raise `UsageError` for an unknown scheme."""
+        check_options(scheme, calibration, sensitivity=sensitivity)
         if scheme is not None:
             return cls(scheme=find_scheme(scheme), calibration=calibration, sensitivity=sensitivity)
-        if calibration is not None or sensitivity:
-            raise UsageError(
-                "--sensitivity" if calibration is None else f"--calibration {str(calibration)!r}",
-                found="nothing is quantised",
-                remedy="name a scheme too, for example --quantize int8-static",
-            )
         return None
 
     def apply(self, loaded: LoadedModel, progress: Progress | None = None) -> LoadedModel:
