@@ -15,6 +15,7 @@ from core.engine.parallel.rank import (
     end_with_launcher,
     finish,
     is_launched,
+    leave,
     num_ranks,
     own_rank,
     report,
@@ -92,9 +93,10 @@ def begin() -> None:
 
 
 def end(code: int) -> int:
-    """Tell the launcher that the command is done, and return its exit code."""
+    """Tell the launcher that the command is done, leave the job's groups, and return the exit code."""
     if is_launched():
         finish(code)
+    leave()
     return code
 
 

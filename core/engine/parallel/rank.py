@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -31,9 +33,16 @@ from core.errors import (
 if TYPE_CHECKING:
     from core.device import Device
 
+log = logging.getLogger("core.engine")
+
 LAUNCHED = "core.tp-"
 """The id of a job that `launch.py` started begins so; the number of the starting process follows."""
 PHASES = ("start", "load", "capture", "serve")
+
+LEAVE_S = 5.0
+"""How long a rank may take to leave its groups: others may be lost, or late."""
+_joined: list[str] = []
+"""Backends of the groups that `open_device` has joined and `leave` has not left."""
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals that end a job; its launcher starts the ranks with these held back."""
@@ -161,8 +170,36 @@ def open_device(name: str, *, timeout_s: float) -> tuple[Device, Rank]:
     if _is_common(device):  # one device for all ranks computes on the machine's cores
         done = pin(local, int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks()))))
     backend = distributed.get_default_backend_for_device(device.torch_device)
+    was_there = distributed.is_initialized()
     place = initialize(backend, timeout_s=timeout_s)
+    if not was_there and distributed.is_initialized():
+        _joined.append(backend)
     return device, Rank(index=place.rank, size=place.size, cores=done, started_s=time.monotonic())
+
+
+def leave() -> None:
+    """Leave the job's groups, if `open_device` has joined them: some backends leak what they hold where nobody does.
+
+    Takes `LEAVE_S` at most, whatever the other ranks do; a rank that has failed leaves as well.
+    """
+    if not _joined:
+        return
+    backend = _joined.pop()
+    leaving = threading.Thread(target=_destroy_groups, name="core-leave", daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_S)
+    if leaving.is_alive():
+        log.warning("the groups of backend %s were not left within %g s; the process ends with them", backend, LEAVE_S)
+
+
+def _destroy_groups() -> None:
+    from torch import distributed
+
+    try:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+    except Exception as error:  # the rank's own end must not fail by it
+        log.warning("the groups of the job can't be left: %s", one_line(f"{type(error).__name__}: {error}"))
 
 
 def _device_of_rank(name: str, local: int) -> Device:
