@@ -18,9 +18,10 @@ def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
     arguments: `started` (time.time() before the process was started), `device`, `model`, `preset`, `dtype`, `quantize`
     and `calibration` (or neither), `prompt` (its length) and `options` (as of `engine_options`).
     """
-    from core.common.collector import paused
+    from core.common.collector import importing, own_process
 
-    with paused():  # objects of modules live on: without this the collector would walk them at many imports
+    own_process(own=True)  # as `core run` and `core serve` start
+    with importing():
         from core.bench.model import asked_quantize, config_of, open_model
         from core.engine.config import SamplingParams
         from core.engine.models.hf import import_transformers

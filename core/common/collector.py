@@ -101,6 +101,11 @@ def own_process(*, own: bool) -> None:
     _own = own
 
 
+def is_own_process() -> bool:
+    """Return what `own_process` was last told; False at first."""
+    return _own
+
+
 @contextmanager
 def importing() -> Iterator[None]:
     """Keep the collector from walking modules while they are imported and, in a command's own process, ever after.

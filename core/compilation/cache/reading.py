@@ -79,6 +79,13 @@ def _placed(source: str, phase: str) -> str:
     return found
 
 
+_STEP = r"\.[A-Za-z_]\w*|\[-?\d+\]|\['[^'\\]*'\]"
+_FROM_THE_START = rf"(?:phases|modules)\['[^'\\]*'\](?:{_STEP})*"
+_CHAIN = re.compile(_FROM_THE_START, re.ASCII)
+_OF_A_CHAIN = re.compile(rf"(type|own|hasattr)\(({_FROM_THE_START})(?:, '([^'\\]*)')?\)", re.ASCII)
+_LAST_STEP = re.compile(r"(.+)(?:\.([A-Za-z_]\w*)|\[(-?\d+)\]|\['([^'\\]*)'\])", re.ASCII)
+
+
 class Reading:
     """One reading of live values. Keeps every object that it has met alive."""
 
@@ -94,6 +101,7 @@ class Reading:
         self._first: dict[int, tuple[Any, str]] = {}
         self._memory: dict[tuple[str, int], str] = {}
         self._alike: dict[str, list[Any]] = {}
+        self._beginnings: dict[str, Any] = {}
 
     def path_of(self, tensor: Tensor) -> str | None:
         """Return the first expression that led to a tensor object; None where none did."""
@@ -120,7 +128,7 @@ class Reading:
         Raises `Uncacheable` for a value without a text; a missing value is `ABSENT`.
         """
         try:
-            value = self._value(ast.parse(expression, mode="eval").body)
+            value = self._at(expression)
         except Uncacheable:
             raise
         except Exception:  # whatever a lookup raises: the trace found a value there, or will find none either
@@ -128,7 +136,7 @@ class Reading:
         if isinstance(value, _Fact):
             return value
         if isinstance(value, dict) and (hooks := _HOOKS.fullmatch(expression)):
-            return self.texts.of(_ranked(value, self._value(ast.parse(hooks[1], mode="eval").body)))
+            return self.texts.of(_ranked(value, self._at(hooks[1])))
         if isinstance(value, Tensor):
             self.tensors[expression] = value
         try:
@@ -155,6 +163,29 @@ class Reading:
             same.append(value)
         number = next(number for number, each in enumerate(same) if each is value)
         return f"{text} #{number + 1}" if number else text
+
+    def _at(self, expression: str) -> Any:
+        """Return the value of an expression, parsed only where it is no chain of attributes and items, as most are."""
+        if _CHAIN.fullmatch(expression):
+            return self._reached(expression)
+        if asked := _OF_A_CHAIN.fullmatch(expression):
+            lookup, chain, name = asked.groups()
+            return _LOOKUPS[lookup](self._reached(chain), *(() if name is None else (name,)))
+        return self._value(ast.parse(expression, mode="eval").body)
+
+    def _reached(self, chain: str) -> Any:
+        """Return the value at the end of a chain. Thousands begin alike: each beginning is looked up once."""
+        before, name, index, key = _LAST_STEP.fullmatch(chain).groups()  # type: ignore[union-attr]
+        if before == "phases":
+            return self._phases[key]
+        if before == "modules":
+            return _module(key)
+        if before not in self._beginnings:
+            self._beginnings[before] = self._reached(before)
+        owner = self._beginnings[before]
+        if name is not None:
+            return getattr(owner, name)
+        return owner[key if index is None else int(index)]
 
     def _value(self, node: ast.AST) -> Any:
         match node:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from core.common.collector import paused
 from core.engine.models.checkpoint import Progress
+from core.engine.models.importing import import_lean
 from core.errors import ModelError, one_line
 from core.host.distributions.installing import pip_install
 
@@ -21,42 +20,13 @@ def import_transformers() -> ModuleType:
     """Import transformers, which is optional; raises ModelError naming the extra where it is not installed."""
     try:
         with paused():  # modules live on: the collector would walk all of them at many imports
-            transformers = importlib.import_module("transformers")
-            if _MODELS not in sys.modules:
-                _import_models(transformers)
+            return import_lean()
     except ModuleNotFoundError as error:
         raise ModelError(
             "load a transformers model",
             found=f"the module {error.name!r} is not installed",
             remedy=pip_install("hf"),
         ) from None
-    return transformers
-
-
-_MODELS = "transformers.models"
-
-
-def _import_models(transformers: ModuleType) -> None:
-    """Import `transformers.models` with the list of its public names that `transformers` has already made.
-
-    transformers reads all files of its models to make this list, which takes a tenth of a warm start. It would do so
-    again here: it keeps what it found under a prefix that the second request does not have.
-    """
-    lists: Any = importlib.import_module("transformers.utils.import_utils")
-    define, folder = lists.define_import_structure, Path(str(transformers.__file__)).parent / "models"
-    known = {
-        needs: {name.removeprefix("models."): names for name, names in found.items() if name.startswith("models.")}
-        for needs, found in define(folder, prefix="models").items()
-    }
-
-    def define_once(path: str, prefix: str | None = None) -> Any:
-        return known if prefix is None and Path(path) == folder / "__init__.py" else define(path, prefix)
-
-    lists.define_import_structure = define_once
-    try:
-        importlib.import_module(_MODELS)
-    finally:
-        lists.define_import_structure = define
 
 
 def unusable(error: ImportError, asked: str = "use transformers") -> ModelError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from threading import Thread
 from typing import Any
 
 from core.common.kernel_compilers import Count, KernelCompiler
@@ -30,6 +32,23 @@ def counting() -> Iterator[Count]:
     finally:
         if knobs is not None:
             knobs.compilation.listener = previous
+
+
+def begin_key() -> Thread:
+    """Begin to compute, in a thread that is returned, the part of the name of every kernel on disk that is Triton's own.
+
+    Triton hashes its library of some hundred MB for it, before its first kernel: 0.3 to 0.5 s, most of it outside of
+    Python, so that weights are read meanwhile.
+    """
+    cache: Any = importlib.import_module("triton.runtime.cache")  # here: two threads that import it wait for each other
+
+    def compute() -> None:
+        with suppress(Exception):  # the kernel that needs it says what is wrong
+            cache.triton_key()
+
+    thread = Thread(target=compute, name="triton-key", daemon=True)
+    thread.start()
+    return thread
 
 
 TRITON = KernelCompiler(name="triton", counting=counting, folder_variable="TRITON_CACHE_DIR", package="triton")

@@ -19,7 +19,7 @@ from core.common.ops.implementation import OpImplementation
 from core.device import Capabilities, DeviceParts, MemoryInfo
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
-from core_cuda.compiler import TRITON
+from core_cuda.compiler import TRITON, begin_key
 from core_cuda.peers import PEERS
 from core_cuda.probe import probe
 from core_cuda.runner import cuda_graph_backend
@@ -46,6 +46,8 @@ def core_open_device(context: OpenContext) -> DeviceParts:
     missing = kernels_missing(capability)
     if missing:
         log.warning("no kernels of the plugin, models run on torch's own: %s", missing)
+    else:
+        begin_key()
     return DeviceParts(
         torch_device=device,
         capabilities=Capabilities(
