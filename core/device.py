@@ -6,7 +6,7 @@ a running engine costs method calls only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -114,6 +114,10 @@ class SleepingMemory(Protocol):
         """
 
 
+CopyIn = Callable[["Sequence[Tensor]"], "list[Tensor]"]
+"""Copies tensors of the host's memory to a device."""
+
+
 def _no_op() -> None:
     return None
 
@@ -138,6 +142,9 @@ class DeviceParts:
     side_stream: Callable[[], AbstractContextManager[object]] = nullcontext
     #: Marks the work queued so far and returns a function that waits for it; None waits for all work.
     record: Callable[[], Callable[[], None]] | None = None
+    #: Copies tensors of the host's memory to the device, in order, valid for all work that is queued from then on; None
+    #: where `Tensor.to` is the fastest way.
+    copy_in: CopyIn | None = None
     #: Makes memory that can sleep (see `SleepingMemory`); None where the device has none.
     sleeping_memory: Callable[[], SleepingMemory] | None = None
     #: Whether weights are read faster from `sleeping_memory` than from the allocator's: an engine then moves them there

@@ -18,8 +18,8 @@ from core.common.collector import is_own_process
 
 _MODELS = "transformers.models"
 _FOR_OTHERS = ("scipy", "sklearn")
-"""Packages that transformers imports where they are installed, for losses of object detection and for guessing tokens
-of an assistant model: a third of its import (scikit-learn brings pandas and scipy.stats), and nothing here uses them."""
+"""Packages that transformers imports where they are installed, for losses of object detection and for tokens guessed
+by an assistant model: a third of its import (scikit-learn brings pandas and scipy.stats). Nothing here uses them."""
 _USERS = ("transformers.modeling_utils", "transformers.generation.utils")
 """Modules that every model needs, and with which transformers imports those packages."""
 
@@ -86,7 +86,7 @@ def _hidden(names: Sequence[str]) -> Iterator[None]:
 def _listed_quickly() -> Iterator[None]:
     """Answer for the block which distributions hold a package without asking for each of their files."""
     library = importlib.metadata.packages_distributions
-    importlib.metadata.packages_distributions = packages_distributions  # type: ignore[assignment]
+    importlib.metadata.packages_distributions = packages_distributions
     try:
         yield
     finally:

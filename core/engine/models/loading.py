@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from core.common.ops.collective.collectives import group_size
+from core.device import CopyIn
 from core.engine.models.architecture import (
     check_architecture,
     check_causal,
@@ -99,6 +100,7 @@ def load_model(
     progress: Progress | None = None,
     sharded: bool = False,
     experts: ExpertCut = "width",
+    copy_in: CopyIn | None = None,
 ) -> LoadedModel:
     """Load a causal language model from a local folder onto `torch_device`.
 
@@ -106,7 +108,7 @@ def load_model(
     and total: "check files" counts files, "load weights" tensors, "move to device" 0 and 1 of 1 (left out where the
     weights are in place). The weights pass through host memory. sharded: cut the model among the processes of the
     default group as `shard_model` does, and read this process's part alone where the files allow it. experts: as of
-    `planned`. Raises ModelError
+    `planned`. copy_in: how the device copies tensors, where it has a way of its own (`DeviceParts`). Raises ModelError
     for a folder that cannot be used and UsageError for a dtype that is not floating, and as `shard_model` does.
     """
     _check_dtype(dtype)
@@ -147,7 +149,7 @@ def load_model(
         tokenizer, tokenizer_error = load_tokenizer(checkpoint)
     refuse_codes(asked, unexpected)
     check_finite(asked, model)
-    _move(asked, model, torch_device, progress)
+    _move(asked, model, torch_device, progress, copy_in)
     if unexpected:
         warnings.append(f"{len(unexpected)} weights that the model has no place for were not read: {few(unexpected)}")
     if tokenizer_error is not None:
@@ -254,12 +256,22 @@ def _check_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-def _move(asked: str, model: nn.Module, torch_device: torch.device, progress: Progress | None) -> None:
+def _move(
+    asked: str,
+    model: nn.Module,
+    torch_device: torch.device,
+    progress: Progress | None,
+    copy_in: CopyIn | None = None,
+) -> None:
     if all(parameter.device == torch_device for parameter in model.parameters()):
         return
     if progress is not None:
         progress("move to device", 0, 1)
     try:
+        if copy_in is not None:
+            parameters = list(model.parameters())
+            for parameter, copied in zip(parameters, copy_in([each.data for each in parameters]), strict=True):
+                parameter.data = copied
         model.to(torch_device)
     except torch.OutOfMemoryError as error:
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())

@@ -87,7 +87,7 @@ def _resolve(
     kind = parse_dtype(dtype, device)
     torch_device = device.torch_device
     how: dict[str, Any] = {"torch_device": torch_device, "dtype": kind, "progress": progress}
-    how |= {"sharded": sharded, "experts": experts}
+    how |= {"sharded": sharded, "experts": experts, "copy_in": device.parts.copy_in}
     if model is None:
         return load_model(embedded_model(), **how), "the embedded model"
     folder = local_path(f"model {model!r}", model)

@@ -39,7 +39,13 @@ def load_draft(
             head = load_head(draft, loaded)
             if head is not None:
                 return head
-            draft = load_model(draft, torch_device=device.torch_device, dtype=loaded.dtype, progress=progress)
+            draft = load_model(
+                draft,
+                torch_device=device.torch_device,
+                dtype=loaded.dtype,
+                progress=progress,
+                copy_in=device.parts.copy_in,
+            )
     found, remedy = _unlike(loaded, draft), "take a draft model of the same tokenizer"
     if draft.model is loaded.model:
         found, remedy = "it is the served model itself, which has one cache", "load it once more"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ class Engine(HandsOut, Resting, Described):
         resolved = device if isinstance(device, Device) else select_device(device)
         resolved.parts.prepare()
         with torch.inference_mode(False):  # weights made in that mode can't be compiled
-            loaded = load_model(path, torch_device=resolved.torch_device, dtype=dtype, progress=progress)
+            load = partial(load_model, path, dtype=dtype, progress=progress)
+            loaded = load(torch_device=resolved.torch_device, copy_in=resolved.parts.copy_in)
         return cls(loaded, resolved, config, progress=progress)
 
     @contextmanager

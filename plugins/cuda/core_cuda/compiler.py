@@ -35,7 +35,7 @@ def counting() -> Iterator[Count]:
 
 
 def begin_key() -> Thread:
-    """Begin to compute, in a thread that is returned, the part of the name of every kernel on disk that is Triton's own.
+    """Begin to compute, in a thread that is returned, what Triton adds to the name of every kernel on disk.
 
     Triton hashes its library of some hundred MB for it, before its first kernel: 0.3 to 0.5 s, most of it outside of
     Python, so that weights are read meanwhile.

@@ -20,6 +20,7 @@ from core.device import Capabilities, DeviceParts, MemoryInfo
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
 from core_cuda.compiler import TRITON, begin_key
+from core_cuda.copying import copy_in
 from core_cuda.peers import PEERS
 from core_cuda.probe import probe
 from core_cuda.runner import cuda_graph_backend
@@ -69,6 +70,7 @@ def core_open_device(context: OpenContext) -> DeviceParts:
         reset_peak_memory=partial(torch.cuda.reset_peak_memory_stats, device),
         side_stream=lambda: torch.cuda.stream(stream),
         record=_record,
+        copy_in=partial(copy_in, device),
         sleeping_memory=partial(DeviceMemory, device),
         kernel_compilers=(TRITON,) if missing else (TRITON, _flashinfer()),
         peers=PEERS,
