@@ -31,7 +31,7 @@ def import_lean() -> ModuleType:
     that need these packages themselves find them.
     """
     if _MODELS in sys.modules:
-        return sys.modules["transformers"]
+        return importlib.import_module("transformers")
     hidden = _FOR_OTHERS if is_own_process() else ()
     with _listed_quickly(), _hidden(hidden):
         transformers = importlib.import_module("transformers")
