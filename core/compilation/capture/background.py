@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,35 @@ log = logging.getLogger("core.compilation.program")
 _POLL_S = 0.02
 MAX_AT_ONCE = min(os.cpu_count() or 1, 4)
 """Buckets whose compilers run at the same time at most; one takes up to 1 GiB of memory."""
+
+
+class _BriefTurns:
+    """Threads take turns of Python's lock ten times as often, for as long as any is in the block.
+
+    A step asks for the lock at each of its ops, and what begins a compile at each file that it reads: either would wait
+    for the other's turn of 5 ms as often.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._before = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(self._before / 10)
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                sys.setswitchinterval(self._before)
+
+
+_BRIEF_TURNS = _BriefTurns()
 
 
 class Bucket:
@@ -152,6 +182,10 @@ class Background:
         return f"{bucket.key} goes on by lowering {self._interim!r}, as it can't be compiled: {bucket.failure}"
 
     def _run(self) -> None:
+        with _BRIEF_TURNS:
+            self._compile()
+
+    def _compile(self) -> None:
         start = time.perf_counter()
         left = list(self._buckets)
         while left and not self._ending.is_set():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,3 +106,23 @@ def test_a_program_answers_right_before_and_after_it_is_compiled(no_workers: Non
         assert program.report().num_kernels >= 2 and sum(program.report().interim.values()) >= 3
         for found in (before, after):
             torch.testing.assert_close(found, expected)
+
+
+_LEAVES = """
+import glob, torch, core
+model = torch.nn.Linear(16, 16)
+inputs = {"input": core.InputSpec(("n", 16), torch.float32)}
+options = core.CompileOptions(background=True)
+program = core.compile(model, "cpu", inputs=inputs, buckets=[1, 2, 4, 8], lowering="inductor", options=options)
+while not (children := [pid for path in glob.glob("/proc/self/task/*/children") for pid in open(path).read().split()]):
+    program(input=torch.ones(1, 16))
+print(*children)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_while_it_compiles_leaves_nothing(no_workers: None) -> None:
+    done = subprocess.run([sys.executable, "-c", _LEAVES], capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0 and done.stderr == ""
+    children = done.stdout.split()
+    assert children and not any(Path("/proc", child).exists() for child in children)

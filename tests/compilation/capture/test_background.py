@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.support import compile_with, cpu
 SPECS = {"x": InputSpec(("n", 2), torch.float32)}
 X = torch.arange(1.0, 7).view(3, 2)
 WAIT_S = 30.0
+TURN_S = sys.getswitchinterval()
 
 
 def model(x: Tensor) -> Tensor:
@@ -84,6 +86,7 @@ def test_a_program_runs_by_the_quicker_lowering_until_its_own_is_there() -> None
     compiler = Compiler()
     with compiler.start([4]) as program:
         assert torch.equal(program(x=X), model(X)) and compiler.ran == []
+        assert sys.getswitchinterval() < TURN_S
         report = program.report()
         assert report.pending == program.keys and list(report.interim.values()) == [2]  # one run to capture it
         assert "not compiled yet: main[4]" in str(report) and report.to_json()["pending"] == ["main[4]"]
@@ -91,6 +94,7 @@ def test_a_program_runs_by_the_quicker_lowering_until_its_own_is_there() -> None
         compiler.done(4).set()
         assert program.wait_compiled(WAIT_S)
         assert torch.equal(program(x=X), model(X)) and compiler.ran == [4]
+        assert sys.getswitchinterval() == TURN_S
         after = program.report()
         assert after.pending == () and list(after.interim.values()) == [2] and after.num_kernels == 1
         assert "ran before it was compiled: main[4]: 2" in str(after)

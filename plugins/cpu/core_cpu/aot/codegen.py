@@ -161,7 +161,6 @@ class _Workers:
                 self._idle.cancel()
             if self._pool is None:
                 self._pool = SubprocPool(_NUM_WORKERS)
-                atexit.register(self.end)
             future: Future[list[str]] = self._pool.submit(job.run)
         future.add_done_callback(self._finished)
         return future
@@ -171,7 +170,6 @@ class _Workers:
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
-            atexit.unregister(self.end)
             pool.shutdown()
 
     def _finished(self, _: Future[list[str]]) -> None:
@@ -188,6 +186,7 @@ class _Workers:
 
 
 _WORKERS = _Workers()
+atexit.register(_WORKERS.end)  # before any program registers its end, which comes first then, and gives no more jobs
 
 
 def _options(folder: str, declarations: Declarations) -> dict[str, Any]:
