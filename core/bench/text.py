@@ -133,7 +133,10 @@ def start_lines(start: Mapping[str, Any]) -> Iterator[str]:
     for kind in ("cold", "warm"):
         phases: Mapping[str, float] = start[kind]["phases"]
         each = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
-        yield f"  {kind}: {start[kind]['total_s']:.2f} s ({each}); compile cache: {start[kind]['cache']}"
+        more = (
+            f"; {seconds:.2f} s more of compiling beside its steps" if (seconds := start[kind]["background_s"]) else ""
+        )
+        yield f"  {kind}: {start[kind]['total_s']:.2f} s ({each}); compile cache: {start[kind]['cache']}{more}"
 
 
 def kernel_tables(profile: Mapping[str, Any]) -> Iterator[Any]:

@@ -85,6 +85,9 @@ PROVIDER: Any = typer.Option(
     metavar="OP=NAME",
     help="Run this op by this implementation, or by `reference`; repeatable (docs/providers.md).",
 )
+BACKGROUND: Any = typer.Option(
+    True, help="Answer while graphs are compiled, where the device can: steps run by a quicker lowering meanwhile."
+)
 MEASURE: Any = typer.Option(True, help="Time the implementations of a call that several take; the fastest runs.")
 MAX_STEP_TOKENS: Any = typer.Option(
     None, "--max-step-tokens", min=1, help="Tokens at most in a step with prompts; default: the largest prefill bucket."

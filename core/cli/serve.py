@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from core.cli.model_argument import (
+    BACKGROUND,
     CALIBRATION,
     DETERMINISTIC,
     DEVICE,
@@ -86,9 +87,7 @@ def serve(
     max_step_tokens: int | None = MAX_STEP_TOKENS,
     mixed_step_tokens: int | None = MIXED_STEP_TOKENS,
     deterministic: str | None = DETERMINISTIC,
-    background: bool = typer.Option(
-        True, help="Answer while graphs are compiled, where the device can: steps run by a quicker lowering meanwhile."
-    ),
+    background: bool = BACKGROUND,
     capture_penalties: bool = typer.Option(
         False,
         "--capture-penalties",

@@ -106,6 +106,8 @@ class ProgramReport:
     interim: Mapping[GraphKey, int] = field(default_factory=dict)
     #: Buckets that are being compiled.
     pending: tuple[GraphKey, ...] = ()
+    #: Seconds that compilers took beside the program's steps; 0.0 where none did, or until they are done.
+    background_s: float = 0.0
     #: Kernels compiled for this program, those that were found compiled on disk not counted.
     num_kernels: int = 0
     #: Calls of ops that were timed for this program, those whose times were found on disk not counted.
@@ -240,6 +242,7 @@ class ProgramReport:
         interim = ", ".join(f"{key}: {count}" for key, count in self.interim.items())
         lines += [f"  not compiled yet: {', '.join(map(str, self.pending))}"] if self.pending else []
         lines += [f"  ran before it was compiled: {interim}"] if interim else []
+        lines += [f"  compiled beside the steps in {self.background_s:.1f} s"] if self.background_s else []
         lines += [f"  {counted(count, 'replays')} of {which}" for which, count in self.stand_ins.items()]
         lines += [f"  {counted(count, 'oversized calls')}: {what}" for what, count in self.oversized.items()]
         lines += [f"  ran eagerly {counted(count, 'times')}: {reason}" for reason, count in self.fallbacks.items()]

@@ -322,6 +322,7 @@ def test_a_start_is_itemised() -> None:
     options = {"lowering": "inline", "disable_passes": []}
     found = start_worker.answer({**ASKED, "started": time.time() - 1, "options": options})
     phases, cache = found["phases"], found["cache"]
+    assert found["background_s"] == 0.0  # nothing is compiled
     assert cache.split(":")[0] in ("off", "hit", "miss", "refused") and cache.rstrip(": ") == cache
     assert list(phases)[:3] == ["imports", "device", "weights"]
     assert list(phases)[3:] == ["checks", "trace", "passes", "lower", "capture", "rest of compile", "first token"]
@@ -334,13 +335,18 @@ def test_a_start_is_timed_cold_then_warm_with_caches_of_its_own(monkeypatch: pyt
     def ask(module: str, payload: dict[str, Any], *, timeout_s: float, CORE_CACHE_DIR: str) -> WorkerResult:
         calls.append((module, payload, CORE_CACHE_DIR))
         phases = {"imports": len(calls), "weights": 2.5}
-        return WorkerResult(answer={"phases": phases, "cache": "miss" if len(calls) == 1 else "hit"})
+        cold = len(calls) == 1
+        told = {"background_s": 8.5 if cold else 0.0, "cache": "miss" if cold else "hit"}
+        return WorkerResult(answer={"phases": phases, **told})
 
     monkeypatch.setattr(start, "ask_once", ask)
     found = measure_start({**ASKED, "options": {}})
-    assert found["cold"] == {"phases": {"imports": 1, "weights": 2.5}, "cache": "miss", "total_s": 3.5}
+    phases = {"imports": 1, "weights": 2.5}
+    assert found["cold"] == {"phases": phases, "background_s": 8.5, "cache": "miss", "total_s": 3.5}
     assert found["warm"]["total_s"] == 4.5 and found["warm"]["cache"] == "hit"
-    assert list(start_lines(found))[2].endswith("(imports 2.00, weights 2.50); compile cache: hit")
+    lines = list(start_lines(found))
+    assert lines[1].endswith("compile cache: miss; 8.50 s more of compiling beside its steps")
+    assert lines[2].endswith("(imports 2.00, weights 2.50); compile cache: hit")
     assert calls[0][0] == "core.bench.start_worker" and calls[0][1]["started"] > 0
     folders = [folder for _, _, folder in calls]
     assert folders[0] == folders[1] and not Path(folders[0]).exists()

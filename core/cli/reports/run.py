@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from core.cli.reports.timeline import RunTimeline
+    from core.compilation.report import ProgramReport
     from core.engine.check.comparison import Comparison
     from core.engine.models.loading import LoadedModel
     from core.engine.parallel.rank import Rank
@@ -53,6 +54,12 @@ def generate(engine: Engine, texts: Sequence[str], params: Any, *, stream: bool)
     return completions
 
 
+def _beside(report: ProgramReport) -> str:
+    """Say what was compiled beside the steps."""
+    interim = counted(sum(report.interim.values()), "steps")
+    return f"{report.background_s:.1f} s more, beside the first {interim}, which ran without"
+
+
 def _rows(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: str) -> list[tuple[str, str]]:
     from core.quantization.report import report_of
 
@@ -65,6 +72,7 @@ def _rows(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: st
         *([("DEVICE FAULT", fault)] if fault else []),
         *(_compared_rows(engine, comparison) if comparison else [("check", f"not run: {skipped}")]),
         ("start", f"{report.time_text(engine.compile_time_s)}; compile cache {report.cache} ({report.counters_text})"),
+        *([("compiled", _beside(report))] if report.background_s else []),
         ("device", f"{engine.device.name}: {engine.device.capabilities.device_name}"),
         ("plugin", str(engine.device.plugin)),
         ("chosen", engine.device.reason),

@@ -118,6 +118,8 @@ class Background:
         """interim: the name of the quicker lowering."""
         self._interim = interim
         self._buckets: list[Bucket] = []
+        #: seconds from the end of the start until all was compiled
+        self.elapsed_s = 0.0
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -200,5 +202,6 @@ class Background:
             left = [bucket for bucket in left if not bucket.is_over]
             if not any(moved):
                 self._ending.wait(_POLL_S)
+        self.elapsed_s = time.perf_counter() - start
         if not left:
-            log.info("compiled %d buckets in %.1f s, beside the steps", self.num_compiled, time.perf_counter() - start)
+            log.info("compiled %d buckets in %.1f s, beside the steps", self.num_compiled, self.elapsed_s)

@@ -214,6 +214,7 @@ class GraphRunner:
             "compiles": dict(self.compiles.counts),
             "interim": self.background.interim_runs(),
             "pending": self.background.pending,
+            "background_s": self.background.elapsed_s,
             "num_kernels": num_kernels + self.background.num_compiled,
             "notes": (*notes, *self.background.notes),
         }
