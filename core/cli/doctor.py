@@ -14,6 +14,7 @@ from core.cli.devices import plugin_json
 from core.cli.output import console, print_json, print_warnings
 from core.cli.output import status as telling
 from core.cli.reports.entries import Entry, print_entries
+from core.host.bytecode import uncompiled
 from core.host.probing import DeviceScan, DeviceStatus
 from core.host.workers.worker import Asked, WorkerResult
 from core.settings import Settings
@@ -50,6 +51,7 @@ def doctor(
         say("importing and opening each plugin")
         diagnoses = diagnose(statuses, timeout_s)
     warnings += tuple(warning for diagnosis in diagnoses for warning in diagnosis.warnings)
+    warnings += tuple(filter(None, (uncompiled(),)))
     if as_json:
         print_json(
             "core.doctor/1",

@@ -270,8 +270,8 @@ def _move(
     try:
         if copy_in is not None:
             parameters = list(model.parameters())
-            for parameter, copied in zip(parameters, copy_in([each.data for each in parameters]), strict=True):
-                parameter.data = copied
+            copies = dict(zip(map(id, parameters), copy_in([each.data for each in parameters]), strict=True))
+            model._apply(lambda held: copies.get(id(held), held))  # as `to` does
         model.to(torch_device)
     except torch.OutOfMemoryError as error:
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from core_cuda.compiler import TRITON
+from core_cuda.compiler import TRITON, begin_key
 
 
 def triton_with(listener: Any) -> Any:
@@ -47,3 +48,17 @@ def test_an_error_gives_the_listener_back(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_plugin_says_where_triton_keeps_kernels_and_whose_version_counts() -> None:
     assert (TRITON.name, TRITON.folder_variable, TRITON.package) == ("triton", "TRITON_CACHE_DIR", "triton")
+
+
+def test_the_key_is_computed_apart_and_its_error_is_left_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = pytest.importorskip("triton.runtime.cache")
+    asked: list[threading.Thread] = []
+
+    def broken() -> str:
+        asked.append(threading.current_thread())
+        raise OSError("no library")
+
+    monkeypatch.setattr(cache, "triton_key", broken)
+    thread = begin_key()
+    thread.join()
+    assert asked == [thread] and thread.daemon

@@ -209,3 +209,64 @@ def test_an_expression_runs_nothing(expression: str) -> None:
     reading = Reading({"main": nn.Identity()}, frozenset(), Layouts({}))
     with pytest.raises(Uncacheable, match="can't be read again"):
         reading.read([expression])
+
+
+class Holder(nn.Module):
+    """Holds what chains of attributes and items lead to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = {"a.b": [3, {"x['y']": 4}], 0: "zero", "quote'": 5}
+        self.inner = nn.Linear(2, 2)
+
+    @property
+    def fresh(self) -> list[int]:
+        return [1]
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "phases['main'].table['a.b'][0]",
+        "phases['main'].table['a.b'][-1]",
+        "phases['main'].table[0]",
+        "phases['main'].table[\"quote'\"]",
+        "phases['main'].table['a.b'][1][\"x['y']\"]",
+        "phases['main']._modules['inner'].weight",
+        "phases['main'].fresh",
+        "phases['main'].fresh[0]",
+        "phases['main'].missing.more",
+        "phases['main'].table[7]",
+        "phases['other'].table",
+        "type(phases['main'].inner)",
+        "hasattr(phases['main'].inner, 'weight')",
+        "hasattr(phases['main'].inner, 'gain')",
+        "own(phases['main'], 'table')",
+        "modules['os'].sep",
+        "modules['no_such_module'].sep",
+    ],
+)
+def test_a_chain_is_what_the_parsed_expression_is(expression: str) -> None:
+    """Chains, which most expressions are, are looked up without being parsed: a space makes one an expression."""
+    model = Holder()
+
+    def read(text: str) -> str:
+        return Reading({"main": model}, frozenset(), Layouts({"main": model})).read([text])[text]
+
+    parsed = read(f"{expression} ")
+    found = read(expression)
+    assert found == parsed
+
+
+def test_beginnings_are_looked_up_once_and_ends_each_time() -> None:
+    class Counting(nn.Module):
+        asked = 0
+
+        @property
+        def counted(self) -> Any:
+            Counting.asked += 1
+            return types.SimpleNamespace(a=1, b=2)
+
+    reading = Reading({"main": Counting()}, frozenset(), Layouts({}))
+    found = reading.read(["phases['main'].counted.a", "phases['main'].counted.b"])
+    assert Counting.asked == 1 and set(found.values()) == {"1", "2"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,19 @@ def test_moving_to_a_device_is_reported_and_done(pristine: Path) -> None:
     loaded = load_model(pristine, torch_device=torch.device("meta"), progress=lambda *call: stages.append(call))
     assert stages[-2:] == [("move to device", 0, 1), ("move to device", 1, 1)]
     assert {parameter.device.type for parameter in loaded.model.parameters()} == {"meta"}
+
+
+def test_a_device_copies_weights_in_its_own_way(pristine: Path) -> None:
+    given: list[torch.Tensor] = []
+
+    def copy_in(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        given.extend(tensors)
+        return [each.to("meta") for each in tensors]
+
+    loaded = load_model(pristine, torch_device=torch.device("meta"), copy_in=copy_in)
+    parameters = list(loaded.model.parameters())
+    assert [each.shape for each in given] == [each.shape for each in parameters]
+    assert {each.device.type for each in given} == {"cpu"} and {each.device.type for each in parameters} == {"meta"}
 
 
 def test_a_device_that_is_too_small_is_an_error_with_the_size(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
