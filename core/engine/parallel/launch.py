@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ from core.engine.parallel.rank import HANDLED, LAUNCHED
 from core.errors import UsageError
 
 _HOST = "127.0.0.1"
+_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+"""Names the signals of which torch's launcher makes exceptions, from before the first rank is started."""
 _POLL_S = 0.05
 _GRACE_S = 2.0
 """How long ranks may take to tell more, once one of them said that it waited for another."""
@@ -47,7 +48,7 @@ def run_ranks(
     for so long after a signal; None ends all at once. All ranks and what they started have ended when this returns.
     Raises the `CoreError` that names the rank that failed. For the main thread.
     """
-    with _folder() as folder, _handlers_kept(), _held_back() as allow:
+    with _held_back() as allow, _folder() as folder:
         job = _Job(arguments, size, folder, asked, timeout_s)
         try:
             return job.watch(drain_timeout_s, allow)
@@ -86,7 +87,7 @@ class _Job:
         self._context = started
         self._processes = {rank: each.proc for rank, each in vars(started)["subprocess_handlers"].items()}
 
-    def watch(self, drain_timeout_s: float | None, allow: Callable[[], object]) -> int:
+    def watch(self, drain_timeout_s: float | None, allow: Callable[[], None]) -> int:
         """Wait until the ranks have ended; return the exit code of rank 0, or raise the error that names who failed.
 
         allow: lets signals come.
@@ -202,25 +203,37 @@ def _folder() -> Iterator[Path]:
 
 
 @contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """Give this process its own handling of signals back: torch's launcher takes it over."""
-    before = {number: signal.getsignal(number) for number in HANDLED}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _held_back() -> Iterator[Callable[[], None]]:
+    """Let signals raise `SignalException` of torch, but none before the function that is yielded was called: ranks
+    would be left that nobody knows yet.
 
+    Blocking them would not do: the operating system then gives them to another thread, such as those of numpy.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
 
-@contextmanager
-def _held_back() -> Iterator[Callable[[], object]]:
-    """Let no signal come before the function that is yielded was called: ranks would be left that nobody knows yet."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-    allow = partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+    pending: list[int] = []
+
+    def received(number: int, frame: object) -> None:
+        raise SignalException(f"signal {number} came", signal.Signals(number))
+
+    def allow() -> None:
+        for number in HANDLED:
+            signal.signal(number, received)
+        if pending:
+            first = pending[0]
+            pending.clear()
+            received(first, None)
+
+    handlers = {number: signal.signal(number, lambda number, _: pending.append(number)) for number in HANDLED}
+    before = os.environ.get(_SIGNALS)
+    os.environ[_SIGNALS] = "SIGURG"  # it wants a name, and this one comes to nobody here
     try:
         yield allow
     finally:
-        allow()
+        del os.environ[_SIGNALS]
+        os.environ.update({_SIGNALS: before} if before is not None else {})
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _text(file: Path, last_bytes: int = 0) -> str:

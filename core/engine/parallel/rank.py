@@ -72,12 +72,11 @@ def is_launched() -> bool:
 
 
 def end_with_launcher() -> None:
-    """Ask the kernel to end this process with the one that started it, and let the signals come that end a job."""
+    """Ask the kernel to end this process with the one that started it."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ[_RUN_ID].removeprefix(LAUNCHED)):
         os._exit(1)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
 
 def note_phase(phase: str) -> None:
