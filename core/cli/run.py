@@ -163,7 +163,7 @@ def run(
         timeline.itemise(engine.report())
         with timeline.generating(engine):
             completions = generate(engine, prompt, params, stream=not as_json)
-        if engine.report().pending:  # what is judged and timed below is the compiled graphs
+        if not engine.wait_compiled(0):  # what is judged and timed below is the compiled graphs
             timeline.mark("compiling, beside the steps so far")
             with status("compiling; the text above came from steps that ran without", quiet=quiet):
                 engine.wait_compiled()

@@ -87,11 +87,16 @@ def _accounted(reports: Sequence[TraceReport]) -> tuple[TraceReport, ...]:
     return tuple(replace(report, trace_of="" if owner == report.phase else owner) for report, owner in owners)
 
 
+def num_ranks() -> int:
+    """Return of how many ranks this process is one."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
 def on_first_rank(progress: Progress | None) -> Progress:
     """Return the progress function: the caller's on the first rank, on other ranks one that does nothing."""
-    distributed = torch.distributed
-    spread = distributed.is_available() and distributed.is_initialized()
-    return (lambda what, done, total: None) if progress is None or (spread and distributed.get_rank()) else progress
+    other = num_ranks() > 1 and torch.distributed.get_rank() > 0
+    return (lambda what, done, total: None) if progress is None or other else progress
 
 
 def reason_of(error: TraceError | CaptureError) -> str:

@@ -100,6 +100,7 @@ class CompileOptions:
     cache: bool | None = None
     #: Return before compilers are done, where the device can: a bucket runs by a lowering that is there at once until
     #: its own is compiled, in other processes. `report().interim` counts such runs, and `Program.wait_compiled` waits.
+    #: Not where strict, nor on several ranks, which would change over at different steps.
     background: bool = False
     #: Called before each trace, before each capture, and once after the last capture.
     progress: Progress | None = None

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from core.compilation.request import CompileRequest
 
 _NO_FACTORS = frozenset({"verify", "debug", "eager", "outputs", "reset", "relocate", "examples", "progress", "cache"})
+_NO_FACTORS |= {"background"}
 """Options that do not change a traced graph; with `verify` the cache is not used at all."""
 _OWN_GROUPS = frozenset({"guards", "bound", "shared"})
 """Options that are factors under a group of their own."""
@@ -207,10 +208,9 @@ def _functions() -> str:
 
 
 def _rank() -> str:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return "single"
-    return f"{distributed.get_rank()} of {distributed.get_world_size()}"
+    return f"{torch.distributed.get_rank()} of {torch.distributed.get_world_size()}"
 
 
 def pass_factors(passes: Sequence[Pass], packages: frozenset[str]) -> dict[str, str]:

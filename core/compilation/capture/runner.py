@@ -69,7 +69,7 @@ class GraphRunner:
     def __init__(self, device: Device, backend: GraphBackend, *, debug: bool = False, strict: bool = False) -> None:
         """debug: check before each replay that no memory of a graph moved. strict: refuse compiles while serving."""
         #: Compiles buckets while they are replayed already.
-        self.background = Background(device.lowerings.interim)
+        self.background = Background(device.lowerings.interim, device.parts.kernel_compilers)
         self._device = device
         self._backend = backend
         self._debug = debug
@@ -215,7 +215,7 @@ class GraphRunner:
             "interim": self.background.interim_runs(),
             "pending": self.background.pending,
             "background_s": self.background.elapsed_s,
-            "num_kernels": num_kernels + self.background.num_compiled,
+            "num_kernels": num_kernels + self.background.num_kernels,
             "notes": (*notes, *self.background.notes),
         }
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from core.common.lowering import UNKEPT, Artifacts, FlatCallable, LoweringRequest
 from core.common.under_way import Steps, UnderWay
+from core.compilation.account import num_ranks
 from core.compilation.capture.pieces import lower_pieces
 from core.compilation.measuring import BucketValues, MeasuredChoice, Measurer
 from core.compilation.phases.phase import with_values
@@ -37,7 +38,9 @@ class BucketLowering:
         self._stages = stages
         self._device = stages.request.device
         self._name, self._lowering = self._device.lowerings.resolve(stages.request.options.lowering)
-        wanted, offered = stages.request.options.background, self._device.lowerings
+        options, offered = stages.request.options, self._device.lowerings
+        # Ranks that change over at different steps would compute different bits, and then different tokens.
+        wanted = options.background and not options.strict and num_ranks() == 1
         self._in_background = wanted and bool(offered.interim) and self._name in offered.begins
         #: Those that run at every size.
         self._known: dict[tuple[int, _Chosen], FlatCallable] = {}
@@ -80,13 +83,17 @@ class BucketLowering:
         """Return what runs a graph on these values in one of its buckets; raise `LoweringError` as `lower` does."""
         if not self._in_background or graph.breaks:
             return with_values(self.lower(key, graph, values), values)
-        interim = self._device.lowerings.available[self._device.lowerings.interim]
+        background, given = self._stages.runner.background, (key, graph, values)
         with self._explained(key):
-            quick = with_values(interim(self._lowering_request(graph, key, values)), values)
-            return self._stages.runner.background.add(key, partial(self._steps, key, graph, values), quick)
+            return background.add(key, partial(self._steps, *given), partial(self._interim, *given))
+
+    def _interim(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...]) -> BoundCallable:
+        lower = self._device.lowerings.available[self._device.lowerings.interim]
+        return with_values(lower(self._lowering_request(graph, key, values)), values)
 
     def _steps(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...]) -> Steps[BoundCallable]:
-        request = replace(self._lowering_request(graph, key, values, lazy=True), background=True)
+        request = self._lowering_request(graph, key, values, lazy=True)
+        request = replace(request, background=True, note=self._stages.runner.background.note)
         return with_values((yield from self._device.lowerings.begins[self._name](request)), values)
 
     def lower(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...]) -> FlatCallable:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from core.compilation.report import ProgramReport
 from core.engine.inspect.cache_codes import Rounding
+from core.engine.steps.drafts import Drafter
 from core.engine.steps.model_runner import ModelRunner
 from core.engine.steps.step import Step
 
@@ -75,6 +77,7 @@ class EngineStats:
 class Described:
     """The part of `Engine` that tells what it is and what it did."""
 
+    drafter: Drafter
     _runner: ModelRunner
     _counts: EngineStats
 
@@ -98,8 +101,11 @@ class Described:
         return self._runner.report()
 
     def wait_compiled(self, timeout_s: float | None = None) -> bool:
-        """Wait until all graphs are compiled, as `Program.wait_compiled` does; steps may run meanwhile."""
-        return self._runner.program.wait_compiled(timeout_s)
+        """Wait until all graphs are compiled, as `Program.wait_compiled` does, those that draft too; steps may run
+        meanwhile."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        own = self._runner.program.wait_compiled(timeout_s)
+        return self.drafter.wait_compiled(None if end is None else max(end - time.monotonic(), 0.0)) and own
 
     def stats(self) -> EngineStats:
         """Return what the engine did so far, in counts."""

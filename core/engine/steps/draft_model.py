@@ -117,6 +117,10 @@ class DraftModel:
         """Return the account of the draft model's compiled program."""
         return self._runner.report()
 
+    def wait_compiled(self, timeout_s: float | None) -> bool:
+        """Wait until the draft model's graphs are compiled, as `Program.wait_compiled` does."""
+        return self._runner.program.wait_compiled(timeout_s)
+
     def close(self) -> None:
         """Free the draft model's graphs and cache."""
         self._followers.clear()

@@ -32,6 +32,9 @@ class Drafter(Protocol):
     def report(self) -> ProgramReport | None:
         """Return the report of its compiled program; None without one."""
 
+    def wait_compiled(self, timeout_s: float | None) -> bool:
+        """Wait until its graphs are compiled, as `Program.wait_compiled` does."""
+
     def close(self) -> None:
         """Free its memory."""
 
@@ -59,6 +62,10 @@ class OwnText:
 
     def report(self) -> None:
         """Return None."""
+
+    def wait_compiled(self, timeout_s: float | None) -> bool:
+        """Return at once: it has no graphs."""
+        return True
 
     def close(self) -> None:
         """Do nothing."""

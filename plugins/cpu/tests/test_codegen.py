@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -79,6 +81,54 @@ def test_where_a_worker_fails_this_process_does_the_work(
             "here"
         ]
     assert "no processes are left" in caplog.text
+
+
+def test_a_job_that_is_given_up_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: Future[list[str]] = Future()
+    monkeypatch.setattr(codegen._WORKERS, "submit", lambda job: given)
+    folder = tmp_path / "made"
+    folder.mkdir()
+    graph = fx.symbolic_trace(calls)
+    work = UnderWay(codegen.generate_apart(graph, [X, W, W[0]], {}, str(folder)))
+    work.advance()
+    work.abandon()
+    assert folder.exists()  # the worker writes there
+    given.set_result([])
+    assert not folder.exists()
+    assert codegen._Job.of(graph, [X, W, W[0]], {}, str(folder)).run() == [] and not folder.exists()
+
+
+class Pool:
+    """Workers, of which the first ones die."""
+
+    made: ClassVar[list[Pool]] = []
+
+    def __init__(self, num_workers: int) -> None:
+        self.made.append(self)
+        self.ended = False
+
+    def submit(self, run: object) -> Future[list[str]]:
+        if self is self.made[0]:
+            raise RuntimeError("Attempting to use a closed pool")
+        done: Future[list[str]] = Future()
+        done.set_result(["there"])
+        return done
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
+def test_workers_that_died_are_replaced_and_idle_ones_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.compile_worker.subproc_pool.SubprocPool", Pool)
+    monkeypatch.setattr(codegen, "_IDLE_S", 0.0)
+    monkeypatch.setattr(Pool, "made", [])
+    workers, job = codegen._Workers(), cast("codegen._Job", SimpleNamespace(run=None))
+    with pytest.raises(RuntimeError, match="closed pool"):
+        workers.submit(job)
+    assert workers.submit(job).result() == ["there"] and len(Pool.made) == 2
+    assert workers._idle is not None  # the failed job does not count as one under way
+    workers._idle.join()
+    assert Pool.made[1].ended and workers._pool is None
 
 
 @pytest.mark.slow

@@ -290,3 +290,8 @@ def test_tools_that_are_installed_later_change_no_factor(monkeypatch: pytest.Mon
     assert "numpy" in found and found["kernels-of-acme"] == "(not installed)"
     assert "linter" not in found and "server" in found  # a vendor may serve its kernels under any other name
     assert "server" not in version_factors("core")
+
+
+def test_whether_a_program_runs_before_it_is_compiled_is_no_factor() -> None:
+    start()
+    assert look(background=True).state == "hit"

@@ -19,6 +19,7 @@ from core.engine.models.loading import LoadedModel, load_model
 from core.engine.paged.model import PagedModel
 from core.engine.paged.room import Room
 from core.engine.serve.engine import Engine
+from core.engine.steps.draft_model import DraftModel
 from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError, UsageError
 from tests.engine.serve.drafted import CONFIG, MAX_LEN, nearly, tiny
@@ -174,6 +175,14 @@ def test_the_cache_of_the_draft_model_counts() -> None:
     assert Room([served], small, config, max_model_len=MAX_LEN)._size == alone._size
     with pytest.raises(ModelError, match="a key/value cache of"):
         Room([served, draft], small, config, max_model_len=MAX_LEN)
+
+
+def test_waiting_for_graphs_waits_for_those_that_draft_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(tiny(), acme(), replace(EAGER, draft_model=tiny(seed=1))) as engine:
+        assert engine.wait_compiled() and engine.wait_compiled(0)
+        assert isinstance(engine.drafter, DraftModel)
+        monkeypatch.setattr(engine.drafter._runner.program, "wait_compiled", lambda timeout_s: False)
+        assert not engine.wait_compiled(0)
 
 
 def test_metrics_tell_drafts_by_kind() -> None:

@@ -6,6 +6,7 @@ import atexit
 import importlib
 import logging
 import os
+import shutil
 import sys
 import threading
 import warnings
@@ -65,7 +66,11 @@ def generate_apart(
     yield _at_once
     try:
         future = _WORKERS.submit(_Job.of(graph, examples, declarations, folder))
-        yield future.done
+        try:
+            yield future.done
+        except GeneratorExit:  # the worker goes on, and makes the folder again in which it writes
+            future.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
+            raise
         return future.result()
     except Exception as error:  # whatever goes wrong there goes wrong here too, or is the worker's own affair
         log.info("a graph is compiled in this process, as a worker fails at it: %s", one_line(str(error)))
@@ -123,7 +128,12 @@ class _Job:
         )
 
     def run(self) -> list[str]:
-        """Do the job, in the worker. Memory is asked for and never touched, so it takes none."""
+        """Do the job, in the worker, unless it was given up.
+
+        Memory is asked for and never touched, so it takes none.
+        """
+        if not os.path.isdir(self.folder):
+            return []
         import torch._inductor.config as config
         from torch.fx._graph_pickler import GraphPickler
 
@@ -156,12 +166,16 @@ class _Workers:
         from torch._inductor.compile_worker.subproc_pool import SubprocPool
 
         with self._lock:
-            self._num_jobs += 1
             if self._idle is not None:
                 self._idle.cancel()
             if self._pool is None:
                 self._pool = SubprocPool(_NUM_WORKERS)
-            future: Future[list[str]] = self._pool.submit(job.run)
+            try:
+                future: Future[list[str]] = self._pool.submit(job.run)
+            except Exception:
+                self._pool = None  # its processes have ended, by whomever: the next job starts others
+                raise
+            self._num_jobs += 1
         future.add_done_callback(self._finished)
         return future
 
@@ -181,8 +195,12 @@ class _Workers:
                 self._idle.start()
 
     def _end_if_idle(self) -> None:
-        if not self._num_jobs:
-            self.end()
+        with self._lock:
+            pool = None if self._num_jobs else self._pool
+            if pool is not None:
+                self._pool = None
+        if pool is not None:
+            pool.shutdown()
 
 
 _WORKERS = _Workers()

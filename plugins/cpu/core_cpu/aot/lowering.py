@@ -10,6 +10,7 @@ import hashlib
 import platform
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -36,8 +37,8 @@ _CUSTOM_OPS = "graph.json"
 """Describes the calls of a graph's custom ops; it lies beside the shared object under the same name."""
 _RETRIED = "container.txt"
 """Says why a graph is in torch's own container that could do without."""
-_compiled: list[str] = []
-"""One item for each time that a graph was compiled in this process."""
+_compiled: list[int] = []
+"""One item for each time that a graph was compiled in this process: the thread, of which each program has its own."""
 
 
 def inductor(request: LoweringRequest) -> FlatCallable:
@@ -125,7 +126,8 @@ def _lift_constants(graph: fx.GraphModule) -> list[Tensor]:
 def _compile(graph: fx.GraphModule, examples: list[Tensor], background: bool, folder: Path) -> Steps[None]:
     """Write the shared object of a graph into a folder, and the description of its custom ops' calls, if it has any."""
     direct = DirectCalls(graph)
-    with TemporaryDirectory(prefix="core-") as made:
+    # A worker whose job is given up may write there meanwhile.
+    with TemporaryDirectory(prefix="core-", ignore_cleanup_errors=True) as made:
         if background:
             files = yield from generate_apart(graph, examples, direct.declarations, made)
         else:
@@ -136,7 +138,7 @@ def _compile(graph: fx.GraphModule, examples: list[Tensor], background: bool, fo
     direct.write(folder, *((CONTAINER,) if built.contained else ()))
     if built.reason:
         (folder / _RETRIED).write_text(built.reason, encoding="utf-8")
-    _compiled.extend([str(folder)] * (2 if built.reason else 1))
+    _compiled.extend([threading.get_ident()] * (2 if built.reason else 1))
 
 
 def _load(folder: Path) -> tuple[Graph, str]:
@@ -182,8 +184,8 @@ def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 @contextmanager
 def _counting() -> Iterator[Count]:
-    before = len(_compiled)
-    yield lambda: len(_compiled) - before
+    before, thread = len(_compiled), threading.get_ident()
+    yield lambda: _compiled[before:].count(thread)
 
 
 AOT_INDUCTOR = KernelCompiler(name="aot_inductor", counting=_counting)
