@@ -157,9 +157,7 @@ class Background:
         """Return what runs a bucket: what is compiled where that lies in the compile cache, else what interim makes,
         until it is compiled. Raises `CoreError` of the beginning, up to the first bucket that is not there."""
         bucket = Bucket(key, begin)
-        if (
-            not self._buckets
-        ):  # after a bucket that must be compiled, the others are not looked for: that takes time too
+        if not self._buckets:  # the others are not looked for once one must be compiled: that takes time too
             own = bucket.begin()
             if own is not None:
                 return own
