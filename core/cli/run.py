@@ -163,12 +163,10 @@ def run(
         timeline.itemise(engine.report())
         with timeline.generating(engine):
             completions = generate(engine, prompt, params, stream=not as_json)
-        if not engine.wait_compiled(0):  # what is judged and timed below is the compiled graphs
+        if not engine.wait_compiled(0):  # what is compared and timed below is compiled
             timeline.mark("compiling, beside the steps so far")
             with status("compiling; the text above came from steps that ran without", quiet=quiet):
                 engine.wait_compiled()
-            timeline.mark("generating by compiled graphs")
-            completions = generate(engine, prompt, params, stream=False)
         skipped = why_not_whole(engine.loaded, rank, oracle) if check else "--no-check"
         skipped = skipped or next((why_not(engine.loaded.model, each) for each in engine.loras.values()), "")
         timeline.mark("comparing with the eager model")
