@@ -131,6 +131,14 @@ def test_workers_that_died_are_replaced_and_idle_ones_end(monkeypatch: pytest.Mo
     assert Pool.made[1].ended and workers._pool is None
 
 
+def test_a_worker_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codegen._WORKERS, "submit", lambda job: Future())
+    monkeypatch.setattr(codegen, "_LONGEST_S", 0.05)
+    monkeypatch.setattr(codegen, "generate", lambda *given: ["here"])
+    work = codegen.generate_apart(fx.symbolic_trace(calls), [X, W, W[0]], {}, str(tmp_path))
+    assert ended(UnderWay(work)) == ["here"]
+
+
 @pytest.mark.slow
 def test_a_worker_writes_the_same_code(tmp_path: Path, no_workers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, examples = fx.symbolic_trace(calls), [X, W, W[0]]

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -39,6 +40,8 @@ _OF_GRAPHS = ("core_cpu.", "core.common.ops.")
 """The beginnings of the names of modules that declare ops."""
 _NUM_WORKERS = min(max((os.cpu_count() or 1) // 2, 1), 4)
 """Workers at once; one takes up to 1 GiB of memory, and the compilers of C++ want cores too."""
+_LONGEST_S = 900.0
+"""Seconds after which a worker counts as hung."""
 _IDLE_S = 30.0
 """Seconds after which workers without work are ended."""
 
@@ -66,12 +69,13 @@ def generate_apart(
     yield _at_once
     try:
         future = _WORKERS.submit(_Job.of(graph, examples, declarations, folder))
+        end = time.monotonic() + _LONGEST_S
         try:
-            yield future.done
+            yield lambda: future.done() or time.monotonic() > end
         except GeneratorExit:  # the worker goes on, and makes the folder again in which it writes
             future.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
             raise
-        return future.result()
+        return future.result(timeout=max(end - time.monotonic(), 0.0))
     except Exception as error:  # whatever goes wrong there goes wrong here too, or is the worker's own affair
         log.info("a graph is compiled in this process, as a worker fails at it: %s", one_line(str(error)))
         return generate(graph, examples, declarations, folder)
