@@ -28,13 +28,15 @@ TENSOR = 512
 SPILLS = {80: 128, 89: 128, 90: 64, 100: 64}
 """Bytes of stack per thread that are let pass: some registers of code that runs once; more where registers also hold
 the operands of products."""
+FETCHING = 192
+"""The same, where the warps that only fetch have few registers, so that those that multiply have more."""
 KNOWN = {("mqa drafts 512", c) for c in SHARED} | {("gemma 2", 100), ("8b codes, coded", 89)}
 """Calls, by capability, whose kernel spills more: heads of 512 with 64 rows, and of 256, are served there, not fast."""
 CALLS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "rows": ("1", "sample", "argmax", "whole", "layer_norm 4x65536"),
     "attention": (),
-    "prefill": ("8b", "1b", "gemma"),
+    "prefill": ("8b", "1b", "gemma", "head"),
     "moe": ("qwen3", "route"),
     "rotary": ("8b", "1b", "qwen"),
     "recurrent": (),
@@ -48,7 +50,7 @@ KERNELS: dict[str, set[str]] = {
         *("_argmax_kernel", "bounds_kernel", "histogram_kernel", "choose_kernel"),
     },
     "attention": {"decode_kernel"},
-    "prefill": {"prefill_kernel", "decode_kernel", "_write_kernel"},
+    "prefill": {"prefill_kernel", "hopper_kernel", "decode_kernel", "_write_kernel"},
     "moe": {"row_up_kernel", "row_down_kernel", "sort_kernel", "product_kernel", "sum_kernel", "_route_kernel"},
     "rotary": {"rotary_kernel", "_table_kernel", "prefill_kernel"},
     "recurrent": {"_convolution_kernel", "_delta_kernel", "_state_space_kernel"},
@@ -57,6 +59,8 @@ KERNELS: dict[str, set[str]] = {
 """By family the kernels that its calls launch."""
 
 
+ALONE = {"hopper_kernel"}
+"""Kernels that do not overlap with the one before."""
 OTHERS = (
     *("linear 1 x 4096", "linear 8 x 6144", "linear 64 x 28672", "codes 1 x 4096", "codes 8 x 6144"),
     *(
@@ -95,7 +99,8 @@ def check(capability: int, kernels: list[dict[str, Any]]) -> None:
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability] * 1024, kernel
         assert kernel["tensor"] <= TENSOR, kernel
-        assert kernel["stack"] <= SPILLS[capability] or (kernel["call"], capability) in KNOWN, kernel
+        most = FETCHING if kernel["kernel"] == "hopper_kernel" else SPILLS[capability]
+        assert kernel["stack"] <= most or (kernel["call"], capability) in KNOWN, kernel
 
 
 @pytest.mark.interpreter
@@ -106,10 +111,14 @@ def test_kernels_compile_and_fit_and_wait(family: str) -> None:
     check(90, found)
     early: dict[str, set[str]] = {}
     for kernel in found:
+        if kernel["kernel"] in ALONE:
+            continue
         assert kernel["faults"] == [], kernel
         early.setdefault(kernel["kernel"], set()).update(kernel["early"])
     for kernel in found:
-        assert set(kernel["declared"]) <= early[kernel["kernel"]], "READ_EARLY lists what nothing reads early"
+        assert kernel["kernel"] in ALONE or set(kernel["declared"]) <= early[kernel["kernel"]], (
+            "READ_EARLY lists what nothing reads early"
+        )
 
 
 @pytest.mark.interpreter
@@ -126,12 +135,17 @@ def test_kernels_compile_and_fit_other_capabilities(capability: int) -> None:
     assert all("fp8e4nv not supported" in error for error in failed.values())
 
 
+def _is_gluon_kernel(node: ast.FunctionDef) -> bool:
+    return node.name.endswith("_kernel") and [ast.unparse(d) for d in node.decorator_list] == ["gluon.jit"]
+
+
 def test_every_kernel_is_compiled() -> None:
     kernels = {
         node.name
         for file in (ROOT / "plugins/cuda/core_cuda").rglob("*.py")
         for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.FunctionDef) and "OVERLAP" in [argument.arg for argument in node.args.args]
+        if isinstance(node, ast.FunctionDef)
+        and ("OVERLAP" in [argument.arg for argument in node.args.args] or _is_gluon_kernel(node))
     }
     assert kernels - {"wait_for_inputs", "start_next"} == set().union(*KERNELS.values())
 

@@ -16,8 +16,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.common.ops.implementation import OpCall
 from core_cuda.ops import launching
+from core_cuda.ops.attention import hopper
 from core_cuda.ops.attention.decode import Coding, decode, serves, shape_of
 from core_cuda.ops.attention.decode_config import why_no_room
+from core_cuda.ops.attention.hopper import HopperConfig
+from core_cuda.ops.attention.hopper_tiles import Numbers, Step
 from core_cuda.ops.attention.prefill_config import VALUE_PART, PrefillConfig, PrefillShape, choose, measured
 from core_cuda.ops.attention.prefill_kernel import Spec, prefill_kernel
 from core_cuda.ops.cache_write import head_stride, why_not_cache, why_not_dtypes, write_cache
@@ -93,7 +96,7 @@ def attend(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     coding: Coding | None = None,
-    config: PrefillConfig | None = None,
+    config: PrefillConfig | HopperConfig | None = None,
 ) -> Tensor:
     """Return what `prefill` returns without writing the cache, of which it reads only what earlier steps wrote.
 
@@ -102,8 +105,52 @@ def attend(
     """
     rows = (query, key, value, block_table)
     query, key, value, block_table = (x if x.stride(-1) == 1 else x.contiguous() for x in rows)
-    num_tokens, num_heads, size = query.shape
+    num_tokens, num_heads, _ = query.shape
     num_kv_heads, value_size, num_seqs = key.shape[1], value.shape[2], seq_lens.shape[0]
+    # A sequence with one new token fills a tile with little more than padding: decode's kernel serves it sooner.
+    prompts_only = causal and num_seqs > 1 and serves(num_heads, num_kv_heads, 1)
+    prompts_only = prompts_only and why_no_room(shape_of(query, value, key_cache, block_table, window, 1)) is None
+    out = query.new_empty((num_tokens, num_heads, value_size)) if coding is None else coding.codes
+    if num_tokens == 0:
+        if coding is not None:
+            coding.used.copy_(coding.scale)
+        return out
+    scales = (None, None) if coding is None else (coding.scale, coding.used)
+    caches = (key_cache, value_cache, block_table, seq_lens, query_starts)
+    step = Step(query, key, value, *caches, sinks, out, *scales)
+    strides = [stride for x in (query, key, value) for stride in x.stride()[:2]]
+    strides += [stride for x in (key_cache, value_cache) for stride in x.stride()[1:3]]
+    strides += [block_table.stride(0), out.stride(1)]
+    of_scores = scale / softcap if softcap else scale * _LOG2_E
+    numbers = Numbers(num_tokens, num_seqs, of_scores, window, *strides)
+    if config is None:
+        config = hopper.choose(step, window, softcap)
+    if isinstance(config, HopperConfig):
+        hopper.launch(step, numbers, config, causal=causal, window=window, prompts_only=prompts_only)
+    else:
+        codes = (k_scale, v_scale)
+        _launch(step, numbers, config, causal=causal, softcap=softcap, codes=codes, prompts_only=prompts_only)
+    if prompts_only:
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        options |= {"k_scale": k_scale, "v_scale": v_scale, "coding": coding, "prompts": out, "max_query_len": 1}
+        decode(query, key, value, key_cache, value_cache, block_table, None, seq_lens, query_starts, **options)
+    return out
+
+
+def _launch(
+    step: Step,
+    numbers: Numbers,
+    config: PrefillConfig | None,
+    *,
+    causal: bool,
+    softcap: float,
+    codes: tuple[Tensor | None, Tensor | None],
+    prompts_only: bool,
+) -> None:
+    """Write the attention of a step into step.out by `prefill_kernel`; codes: the scales of key and value caches."""
+    query, key, value = step.query, step.key, step.value
+    num_tokens, num_heads, size = query.shape
+    num_kv_heads, value_size, num_seqs = key.shape[1], value.shape[2], numbers.num_seqs
     shape = PrefillShape(
         num_tokens=num_tokens,
         num_seqs=num_seqs,
@@ -117,22 +164,14 @@ def attend(
     block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (size, min(value_size, VALUE_PART)))
     tma = config.tma and launching.has_descriptors() and _can_describe(key) and _can_describe(value)
     group, pack = num_heads // num_kv_heads, config.pack
-    # A sequence with one new token fills a tile with little more than padding: decode's kernel serves it sooner.
-    prompts_only = causal and num_seqs > 1 and serves(num_heads, num_kv_heads, 1)
-    prompts_only = prompts_only and why_no_room(shape_of(query, value, key_cache, block_table, window, 1)) is None
-    out = query.new_empty((num_tokens, num_heads, value_size)) if coding is None else coding.codes
-    if num_tokens == 0:
-        if coding is not None:
-            coding.used.copy_(coding.scale)
-        return out
     spec = Spec(
         causal=causal,
-        window=window > 0,
+        window=numbers.window > 0,
         softcap=softcap != 0,
         tma=tma,
         group=group,
         pack=pack,
-        page=key_cache.shape[1],
+        page=step.key_cache.shape[1],
         d=size,
         v=min(value_size, VALUE_PART),
         block_m=config.block_m,
@@ -141,8 +180,8 @@ def attend(
         block_v=block_v,
         precision="ieee" if query.dtype == torch.float32 else "tf32",
         stages=config.num_stages,
-        k_scale=head_stride(k_scale),
-        v_scale=head_stride(v_scale),
+        k_scale=head_stride(codes[0]),
+        v_scale=head_stride(codes[1]),
         prompts_only=prompts_only,
     )
     launching.launch(
@@ -155,22 +194,16 @@ def attend(
         query,
         _described(key, config.block_n, block_d) if tma else key,
         _described(value, config.block_n, block_v) if tma else value,
-        *(key_cache, value_cache, block_table, seq_lens, query_starts, sinks, out, k_scale, v_scale),
-        *((None, None) if coding is None else (coding.scale, coding.used)),
-        *(num_tokens, num_seqs),
-        *(scale / softcap if softcap else scale * _LOG2_E, softcap * _LOG2_E, window),
-        *(stride for x in (query, key, value) for stride in x.stride()[:2]),
-        *(stride for x in (key_cache, value_cache) for stride in x.stride()[1:3]),
-        *(block_table.stride(0), out.stride(1)),
+        *step[3:10],
+        *codes,
+        *step[10:],
+        *numbers[:3],
+        softcap * _LOG2_E,
+        *numbers[3:],
         SPEC=spec,
         BLOCK_B=triton.next_power_of_2(num_seqs + 1),
         num_warps=config.num_warps,
     )
-    if prompts_only:
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-        options |= {"k_scale": k_scale, "v_scale": v_scale, "coding": coding, "prompts": out, "max_query_len": 1}
-        decode(query, key, value, key_cache, value_cache, block_table, None, seq_lens, query_starts, **options)
-    return out
 
 
 def why_not_rotary(call: OpCall) -> str | None:
@@ -195,7 +228,7 @@ def prefill_rotary_attention(
     seq_lens: Tensor,
     query_starts: Tensor,
     *,
-    config: PrefillConfig | None = None,
+    config: PrefillConfig | HopperConfig | None = None,
     rotary_config: RotaryConfig | None = None,
     **options: Any,
 ) -> Tensor:
