@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import core.common.ops.attention.paged  # noqa: F401  # registers core::attention
+from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.masks import prove_causal
 from core.errors import UsageError
 
@@ -130,6 +131,7 @@ def set_implementation(model: Any, name: str) -> None:
     model.set_attn_implementation(name)
 
 
+@checked_indices()
 def inspect(model: Any, *, max_len: int, num_tokens: int = 8, required: bool = True) -> dict[nn.Module, AttentionLayer]:
     """Run the model once on a few tokens and return its attention layers in order of execution.
 

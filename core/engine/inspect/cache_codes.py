@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from core.common.numerics import Verdict, judge
 from core.common.ops.attention.cache import read, stored
 from core.engine.inspect.attention import AttentionLayer, NotPageable, inspect
+from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.probe import Caching
 from core.engine.models.forward import cache_name
 from core.errors import ModelError
@@ -122,6 +123,7 @@ def rounding(
 
 
 @torch.no_grad()
+@checked_indices()
 def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
     """Set `k_scale` and `v_scale` of each attention module so that the prompts' largest key and value just fit.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from core.engine.inspect.attention import implementation
+from core.engine.inspect.indexing import checked_indices
 from core.engine.models.architecture import max_position
 from core.engine.models.forward import accepted_arguments
 from core.quantization.layers import rounds_inputs
@@ -34,6 +35,7 @@ def function_bound(model: Any) -> float:
     return 1e-3 if _dtype(model).itemsize >= 4 and not rounds_inputs(model) else 0.1
 
 
+@checked_indices()
 def position_difference(model: Any) -> float:
     """Return how much position ids 0, 1, 2, … change the model's own forward; infinity where it takes none.
 
@@ -90,6 +92,7 @@ def own_logits(model: Any, sequences: Sequence[Sequence[int]], caching: Caching 
     return [forward_logits(model, tokens, caching)[-2:] for tokens in sequences]
 
 
+@checked_indices()
 def forward_logits(model: Any, tokens: Sequence[int], caching: Caching | None = None) -> Tensor:
     """Return the logits (len(tokens), vocabulary) of one sequence, by the model's forward; caching: as `own_logits`."""
     ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
@@ -166,6 +169,7 @@ def _whole(count: int) -> list[int]:
     return [count]
 
 
+@checked_indices()
 def _cached_logits(model: Any, sequences: Sequence[Sequence[int]], chunks: Chunks = _whole) -> list[Tensor]:
     """Run all but the last token, in these chunks, then the last, on whatever the forward returns and takes under one
     name."""

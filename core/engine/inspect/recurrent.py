@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from core.engine.inspect.attention import NotPageable
+from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.probe import function_bound, probe_tokens, relative_difference
 from core.engine.models.forward import accepted_arguments, cache_name
 
@@ -87,6 +88,7 @@ class _Notes:
 
 
 @torch.no_grad()
+@checked_indices()
 def inspect_recurrence(model: Any) -> Recurrence:
     """Run the model on a few tokens and return its layers that keep states; raise `NotPageable` where they can't be
     served.

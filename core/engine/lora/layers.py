@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import core.common.ops.linear  # noqa: F401  # registers core::linear
 from core.engine.inspect.attention import SIZE, implementation, register_interfaces
+from core.engine.inspect.indexing import checked_indices
 from core.engine.models.hf import import_transformers
 from core.quantization.layers import QuantizedLinear, WeightOnlyLinear
 
@@ -63,6 +64,7 @@ class AdaptedLayer:
         return out + added
 
 
+@checked_indices()
 def find_layers(model: Any) -> dict[str, tuple[int, int, torch.dtype]]:
     """Return the linear layers that adapters may have, by path: I, O and the dtype of the input.
 

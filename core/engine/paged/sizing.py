@@ -9,6 +9,7 @@ import torch
 
 from core.device import Device
 from core.engine.inspect.attention import SIZE, implementation
+from core.engine.inspect.indexing import checked_indices
 from core.engine.models.forward import accepted_arguments
 from core.engine.paged.groups import CacheNeeds, CacheSize
 from core.engine.steps.runner import EngineConfig
@@ -46,6 +47,7 @@ def choose_size(needs: CacheNeeds, device: Device, config: EngineConfig, largest
 
 
 @torch.no_grad()
+@checked_indices()
 def step_bytes(model: Any, device: Device, *, num_tokens: int, num_rows: int) -> int:
     """Run a step of the most tokens, without its attention, and return the bytes that it took meanwhile."""
     memory, place = device.parts.memory, device.torch_device

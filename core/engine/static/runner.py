@@ -16,6 +16,7 @@ from core.compilation.program import Program
 from core.compilation.report import ProgramReport
 from core.device import Device, Mode
 from core.engine.config import Sampling
+from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
 from core.engine.models.forward import cache_name
 from core.engine.static.cache import cache_tensors, full_mask, static_cache
@@ -199,6 +200,7 @@ class StaticRunner:
             ) from error
 
     @torch.no_grad()
+    @checked_indices()
     def _check_same_function(self, max_model_len: int) -> None:
         """Compare a prefill and one decode step with the model's own forward; raise ValueError if they differ."""
         length = min(8, max_model_len)
