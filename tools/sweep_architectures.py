@@ -26,7 +26,20 @@ def answer(request: Mapping[str, str]) -> Result:
     """Be a worker of the sweep: examine one type on one device."""
     from core.host.selection import select_device
 
-    return examine(request["type"], select_device(request["device"]))
+    device = select_device(request["device"])
+    return {**examine(request["type"], device), "lost": loss(device)}
+
+
+def loss(device: Any) -> str:
+    """Return why the device computes nothing any more in this process, "" if it does: as after a failed assertion."""
+    import torch
+
+    try:
+        torch.ones(1, device=device.torch_device).add_(1)
+        device.parts.synchronize()
+    except RuntimeError as error:
+        return f"the device is lost to the process: {one_line(error)}"
+    return ""
 
 
 def examine(model_type: str, device: Any) -> dict[str, Any]:

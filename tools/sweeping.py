@@ -18,7 +18,8 @@ Result = dict[str, Any]
 class Worker:
     """A process that examines one model type after the other; started on first use and again after it was lost.
 
-    module: one whose `answer` takes {"type": a model type} and what is `given`, and returns the result.
+    module: one whose `answer` takes {"type": a model type} and what is `given`, and returns the result; with "lost",
+    why no other type can be examined in that process, whose device may be past use.
     """
 
     def __init__(self, module: str, timeout_s: float, **given: str) -> None:
@@ -30,6 +31,10 @@ class Worker:
         start = time.perf_counter()
         done = self._worker.request({"type": model_type}, timeout_s=self._timeout_s)
         answer = done.answer or {"stage": "run", "error": f"the process {done.problem}"}
+        if lost := answer.pop("lost", ""):
+            self._worker.kill()
+            # Of what was computed before the loss nobody knows whether it is right.
+            answer = {"error": lost, **answer, "stage": "run" if answer["stage"] == "done" else answer["stage"]}
         return {"type": model_type, **answer, "seconds": round(time.perf_counter() - start, 1)}
 
     def close(self) -> None:

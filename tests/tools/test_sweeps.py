@@ -6,14 +6,17 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 Import = Callable[[str], Any]
 
 WORKER = """
+import os
 import time
 
 def answer(request):
@@ -23,7 +26,10 @@ def answer(request):
     if model_type == "hangs":
         time.sleep(60)
     print("a library talks")
-    return {"stage": "done"}
+    if model_type.startswith("kills"):
+        stage = model_type.removeprefix("kills at ")
+        return {"stage": stage, **({} if stage == "done" else {"error": "assertion"}), "lost": "no device"}
+    return {"stage": "done", "process": os.getpid(), "lost": ""}
 """
 
 
@@ -50,6 +56,35 @@ def test_a_worker_that_is_lost_is_a_result_and_the_next_type_runs(
         None,
     ]
     assert results[1]["stage"] == "done"
+
+
+def test_after_a_type_that_loses_the_device_the_next_gets_a_process_of_its_own(
+    scripts: Import, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "losing.py").write_text(WORKER, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    worker = scripts("sweeping").Worker("losing", timeout_s=20)
+    try:
+        results = [worker.run(name) for name in ("good", "good", "kills at done", "good", "kills at engine", "good")]
+    finally:
+        worker.close()
+    processes = [result.get("process") for result in results]
+    assert processes[0] == processes[1] and len({*processes} - {None}) == 3
+    lost = [(result["stage"], result["error"]) for result in (results[2], results[4])]
+    assert lost == [("run", "no device"), ("engine", "assertion")]
+
+
+def test_a_device_that_computes_nothing_more_is_lost(scripts: Import) -> None:
+    def synchronize() -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    loss = scripts("sweep_architectures").loss
+    for parts, found in (
+        (lambda: None, ""),
+        (synchronize, "the device is lost to the process: AcceleratorError: CUDA"),
+    ):
+        device = SimpleNamespace(torch_device=torch.device("cpu"), parts=SimpleNamespace(synchronize=parts))
+        assert loss(device).startswith(found) and bool(loss(device)) == bool(found)
 
 
 def test_a_sweep_keeps_results_by_version_and_key(scripts: Import, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class _TorchFlags:
         self._before: dict[str, bool] = {}
 
     def enter(self) -> None:
-        """Save the flags before the first recording of the process starts."""
+        """Save the flags before the first mode of the process is entered."""
         with self._lock:
             if self._num_live == 0:
                 known = vars(_python_dispatch).items()
@@ -34,7 +35,7 @@ class _TorchFlags:
             self._num_live += 1
 
     def leave(self) -> None:
-        """Restore the flags after the last recording has ended."""
+        """Restore the flags after the last mode has been left."""
         with self._lock:
             self._num_live -= 1
             if self._num_live == 0:
@@ -45,6 +46,17 @@ class _TorchFlags:
 
 
 _TORCH_FLAGS = _TorchFlags()
+
+
+@contextmanager
+def entered(mode: TorchDispatchMode) -> Iterator[None]:
+    """Enter a mode for a block of this thread; threads may enter and leave theirs in any order."""
+    _TORCH_FLAGS.enter()
+    try:
+        with mode:
+            yield
+    finally:
+        _TORCH_FLAGS.leave()
 
 
 def enter_modes(dispatch: TorchDispatchMode, function: TorchFunctionMode) -> None:

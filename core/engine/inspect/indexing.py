@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core.common.graphs.torch_modes import entered
+
 
 @contextmanager
 def checked_indices() -> Iterator[None]:
@@ -23,7 +25,7 @@ def checked_indices() -> Iterator[None]:
 
     Ops inside of `torch.compile`d functions and of kernels that are no ops of torch go unseen.
     """
-    with _CheckedIndices():  # type: ignore[no-untyped-call]  # torch's constructor has no annotations
+    with entered(_CheckedIndices()):  # type: ignore[no-untyped-call]  # torch's constructor has no annotations
         yield
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core.common.graphs.torch_modes import entered
 from core.engine.inspect.attention import NotPageable, inspect
 from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.probe import counts_from_zero
@@ -123,3 +126,14 @@ def test_a_model_whose_positions_count_from_elsewhere_leaves_the_device_alive() 
     with Accelerator() as device, torch.no_grad(), pytest.raises(IndexError, match="index 11 is out of bounds"):
         counts_from_zero(Shifted())
     assert not device.died_of
+
+
+def test_threads_that_check_in_crossed_order_leave_torch_compile_as_it_was() -> None:
+    first, second = checked_indices(), entered(Accelerator())
+    flags = {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for thread, enter in ((one, second), (other, first)):
+            thread.submit(enter.__enter__).result()
+        for thread, leave in ((one, second), (other, first)):
+            thread.submit(leave.__exit__, None, None, None).result()
+    assert {name: value for name, value in vars(_python_dispatch).items() if name in flags} == flags
