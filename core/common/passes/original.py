@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.node_meta import describe, value_of
+from core.common.node_meta import describe, value_key, value_of
+from core.common.ops.host_reads import reads_host
 from core.common.passes.viewed import Step, Viewed, ends, insert
 
 ORIGINAL = "core_original"
@@ -93,10 +94,11 @@ def _is_at_hand(node: fx.Node, known: dict[fx.Node, None], sizes: dict[fx.Node, 
 def restore(node: fx.Node) -> list[fx.Node] | None:
     """Replace the op at this node by the nodes that it replaced, and return these; None if that is impossible.
 
-    The results of an op with several outputs are the `getitem` nodes that read them.
+    It is refused where these nodes make the host wait for an accelerator, which no captured graph can hold: references
+    of canonical ops never do. The results of an op with several outputs are the `getitem` nodes that read them.
     """
     original: Original | None = node.meta.get(ORIGINAL)
-    if original is None or original.literals != _literals(node):
+    if original is None or original.literals != _literals(node) or any(map(_reads_host, original.records)):
         return None
     current = node_arguments(node.args, node.kwargs)
     outputs = _outputs(node, original.results)
@@ -127,6 +129,11 @@ def restore(node: fx.Node) -> list[fx.Node] | None:
     for now, seen in {now: seen for seen, now in inputs}.items():
         _erase_views(now, seen.steps)
     return made
+
+
+def _reads_host(record: _Record) -> bool:
+    args, kwargs = fx.map_arg((record.args, dict(record.kwargs)), value_of)
+    return reads_host(record.target, args, kwargs, record.meta.get(value_key(record.node)))
 
 
 def _erase_views(node: fx.Node, steps: Sequence[Step]) -> None:

@@ -45,6 +45,15 @@ def test_only_attention_and_collectives_may_be_cut_at() -> None:
     assert {op.name for op in OPS if op.break_point} == cut
 
 
+@pytest.mark.parametrize("op", FUNCTIONAL, ids=lambda op: op.name)
+@HALF_AND_FULL
+def test_no_reference_reads_values_on_the_host(op: CanonicalOp, dtype: torch.dtype) -> None:
+    for each in every_sample(op):
+        mode, call = faked(sample(op, each.name, dtype))
+        with mode:
+            op.reference(**call)  # raises where it needs a value
+
+
 @pytest.mark.parametrize(("op", "name"), CASES)
 def test_torch_accepts_the_registration(op: CanonicalOp, name: str) -> None:
     call = sample(op, name, torch.bfloat16)

@@ -58,6 +58,11 @@ _HOST_KEY = torch._C._dispatch_key_for_device(torch.UntypedStorage(0).device.typ
 """Dispatch key of tensors in the host's memory: a storage lies there unless told otherwise."""
 
 
+def in_host_memory(device_type: str) -> bool:
+    """Tell whether tensors of a device lie in the host's own memory, where reading them waits for nothing."""
+    return torch._C._dispatch_key_for_device(device_type) == _HOST_KEY
+
+
 def can_group(x: Tensor, *matrices: Tensor) -> bool:
     """Tell whether `torch._grouped_mm` takes these, also as fake tensors and while a graph is captured."""
     return not _waits(x.device.type) and x.dtype == torch.bfloat16 and all(_is_aligned(each) for each in matrices)
@@ -69,7 +74,8 @@ def _waits(device_type: str) -> bool:
     A device without a kernel of its own gets one that reads the groups' ends on the host, free in the host's memory.
     """
     key = torch._C._dispatch_key_for_device(device_type)
-    return key != _HOST_KEY and not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", key)
+    own = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", key)
+    return not in_host_memory(device_type) and not own
 
 
 # As `torch.compiler.assume_constant_result` does, without its import of Dynamo: a trace asks and does not look inside.

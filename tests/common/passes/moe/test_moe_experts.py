@@ -20,7 +20,7 @@ from core.common.ops.moe.route import MOE_ROUTE
 from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
 from core.common.passes.moe.grouped_mlp import LIFT_GROUPED_MLP
 from core.common.passes.moe.route import LIFT_MOE_ROUTE
-from core.compilation.implementations import choose_implementations
+from core.compilation.implementations import choose_implementations, put_back_unimplemented
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
@@ -197,6 +197,18 @@ def test_a_device_without_the_op_runs_what_the_model_wrote(dtype: torch.dtype) -
     (choice,) = choose_implementations(graph.module, [])
     assert choice.implementation == "original"
     assert torch.equal(run_graph(graph.module, values).outputs[0], before)
+
+
+@DTYPES
+def test_an_accelerator_without_the_op_gets_no_code_that_reads_on_the_host(dtype: torch.dtype) -> None:
+    inputs = {name: value.to("meta") for name, value in inputs_of(dtype).items()}
+    graph, _ = traced(Experts(dtype, **GPT_OSS).to("meta"), inputs)
+    (report,) = PassManager([LIFT_GROUPED_MLP], strict=True).run(graph.module)
+    assert report.matched == 1
+    assert put_back_unimplemented(graph.module, ()) == (1 if dtype is BF16 else 0)
+    choices = choose_implementations(graph.module, [])
+    # In bf16 the original is torch's own product, which reads nothing where the device has one.
+    assert [choice.implementation for choice in choices] == ([] if dtype is BF16 else ["reference"])
 
 
 def up_first(hidden: Tensor) -> Tensor:
