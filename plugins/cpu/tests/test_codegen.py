@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -20,6 +21,7 @@ import core
 from core.common.under_way import UnderWay
 from core_cpu.aot import codegen
 from core_cpu.aot.direct_calls import DirectCalls
+from core_cpu.aot.torch_state import TorchState
 from core_cpu.linear import linear
 from tests.support import compile_with
 
@@ -66,6 +68,46 @@ def test_a_job_that_was_pickled_writes_the_same_code(tmp_path: Path) -> None:
     assert job.memories == (X.untyped_storage().nbytes(), W.untyped_storage().nbytes())  # the row lies in the weight
     job.run()
     assert sources(there) == sources(here) and next(iter(declarations.values())).split("(")[0] in sources(here)
+
+
+def summed(x: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+    return (x.index_add(0, rows, x),)
+
+
+OTHERWISE: dict[str, Any] = {
+    "num_threads": 1 if torch.get_num_threads() > 1 else 2,
+    "default_dtype": torch.float64,
+    "matmul_precision": "high",
+    "deterministic": True,
+    "warn_only": True,
+    "fill_uninitialized_memory": False,
+    "mkldnn": False,
+}
+
+
+@pytest.fixture
+def state() -> Iterator[TorchState]:
+    """Torch's switches as they are, and put back afterwards."""
+    before = TorchState.read()
+    yield before
+    before.apply()
+    assert TorchState.read() == before
+
+
+def test_a_worker_gets_every_switch_of_torch(state: TorchState) -> None:
+    other = TorchState(**OTHERWISE)
+    other.apply()
+    assert TorchState.read() == other
+    assert all(getattr(other, name) != getattr(state, name) for name in OTHERWISE)
+
+
+def test_a_worker_writes_deterministic_code_where_that_is_asked(tmp_path: Path, state: TorchState) -> None:
+    graph, examples = fx.symbolic_trace(summed), [X, torch.tensor([0, 1, 1, 0])]
+    replace(state, deterministic=True).apply()
+    job = pickle.dumps(codegen._Job.of(graph, examples, {}, str(tmp_path)))
+    state.apply()
+    pickle.loads(job).run()
+    assert "index_put" in sources(tmp_path)  # else Inductor adds by a loop of its own
 
 
 def test_where_a_worker_fails_this_process_does_the_work(

@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from core.common.under_way import Steps
 from core.errors import one_line
+from core_cpu.aot.torch_state import TorchState
 from core_cpu.extension import instructions
 
 log = logging.getLogger("core.cpu")
@@ -101,7 +102,7 @@ class _Job:
     declarations: Mapping[tuple[str, str, str], str]
     folder: str
     settings: Mapping[str, Any]
-    num_threads: int
+    state: TorchState
 
     @classmethod
     def of(cls, graph: fx.GraphModule, examples: Sequence[Tensor], declarations: Declarations, folder: str) -> _Job:
@@ -128,7 +129,7 @@ class _Job:
             declarations={(op.namespace, op._opname, op._overloadname): text for op, text in declarations.items()},
             folder=folder,
             settings=config.save_config_portable(ignore_private_configs=False),
-            num_threads=torch.get_num_threads(),
+            state=TorchState.read(),
         )
 
     def run(self) -> list[str]:
@@ -143,8 +144,8 @@ class _Job:
 
         for name in self.modules:
             importlib.import_module(name)
+        self.state.apply()
         config.load_config(dict(self.settings))
-        torch.set_num_threads(self.num_threads)
         memories = [torch.UntypedStorage(num_bytes) for num_bytes in self.memories]
         examples = [
             torch.empty(0, dtype=dtype).set_(memories[place], offset, shape, stride)
