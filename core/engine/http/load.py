@@ -20,7 +20,7 @@ class Load:
     #: cache, which has none. Blocks that only wait to be found by a sequence that begins alike count as free.
     used_blocks: int
     num_blocks: int
-    #: Graphs that are being compiled; their steps run by a quicker lowering.
+    #: Graphs that are being compiled, those that draft too; their steps run by a quicker lowering.
     pending_graphs: int
 
 
@@ -32,6 +32,7 @@ def max_running(engine: Engine) -> int:
 def load_of(engine: Engine) -> Load:
     """Return the load of an engine; call it in the thread that steps it."""
     scheduler, cache = engine._scheduler, engine._runner.cache
+    reports = (engine.report(), engine.drafter.report())
     pools = cache.pools if isinstance(cache, BlockTables) else ()
     total = sum(pool.num_blocks - 1 for pool in pools)  # each group has a null block, which no sequence gets
     used = total - sum(pool.num_free for pool in pools)
@@ -40,5 +41,5 @@ def load_of(engine: Engine) -> Load:
         waiting=scheduler.num_waiting,
         used_blocks=used,
         num_blocks=total,
-        pending_graphs=len(engine.report().pending),
+        pending_graphs=sum(len(each.pending) for each in reports if each is not None),
     )

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from core.common.graphs.backend import GraphKey
 from core.device import Device, MemoryInfo
 from core.engine.config import SamplingParams
+from core.engine.http.load import load_of
 from core.engine.http.metrics import Metrics
 from core.engine.models.assets import embedded_model
 from core.engine.models.loading import LoadedModel, load_model
@@ -183,6 +185,17 @@ def test_waiting_for_graphs_waits_for_those_that_draft_too(monkeypatch: pytest.M
         assert isinstance(engine.drafter, DraftModel)
         monkeypatch.setattr(engine.drafter._runner.program, "wait_compiled", lambda timeout_s: False)
         assert not engine.wait_compiled(0)
+
+
+def test_graphs_under_way_are_counted_with_those_that_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(tiny(), acme(), replace(EAGER, draft_model=tiny(seed=1))) as engine:
+        assert load_of(engine).pending_graphs == 0
+        assert isinstance(engine.drafter, DraftModel)
+        for runner, sizes, count in ((engine._runner, (1,), 1), (engine.drafter._runner, (1, 2), 3)):
+            pending = tuple(GraphKey("decode", (size,)) for size in sizes)
+            report = replace(runner.program.report(), pending=pending)
+            monkeypatch.setattr(runner.program, "report", lambda report=report: report)
+            assert load_of(engine).pending_graphs == count
 
 
 def test_metrics_tell_drafts_by_kind() -> None:
