@@ -8,6 +8,7 @@ device (the floor), and the error against torch. Ways that need a plan on the ho
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import typer
 from cuda_calls import DTYPE, PAGE, dense, moved_bytes, paged, randn
+from cuda_expert_problems import FORMATS, QuantizedExperts
 from cuda_timing import copy_bandwidth, num_sets, relative_error, require_gpu, time_us
 from torch.nn import functional
 
@@ -172,6 +174,20 @@ def sampling() -> Iterator[Case]:
             )
 
 
+def experts() -> Iterator[Case]:
+    """Yield the first product of Qwen3-30B-A3B's experts in each quantised format, against the op's reference."""
+    for scheme, tokens in itertools.product(FORMATS, (1, 8, 64, 256)):
+        problem = QuantizedExperts(tokens, 8, 128, 1536, 2048, scheme)
+        yield Case(
+            op="quantised experts",
+            size=f"{tokens} tokens, {scheme}",
+            make=lambda p=problem: p.make("cuda"),
+            ways={"core": lambda d: torch.ops.core_cuda.quantized_grouped_linear(**d), "torch": problem.wanted},
+            num_bytes=problem.num_bytes,
+            wanted=problem.wanted,
+        )
+
+
 def measure(case: Case, bandwidth: float) -> dict[str, Any]:
     """Return the line of a case."""
     sets = [case.make() for _ in range(num_sets(case.num_bytes))]
@@ -208,7 +224,7 @@ def main(
     found = f"FlashInfer {version('flashinfer-python')}" if find_spec("flashinfer") else "FlashInfer: not installed"
     print(f"copy: {bandwidth / 1e12:.2f} TB/s on {torch.cuda.get_device_name()}; {found}")
     lines = []
-    for case in (*rows(), *sampling(), *attention()):
+    for case in (*rows(), *sampling(), *experts(), *attention()):
         if only in case.op:
             lines.append(measure(case, bandwidth))
             print(json.dumps(lines[-1]), flush=True)

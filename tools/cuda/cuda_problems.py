@@ -4,12 +4,14 @@ compute.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from cuda_calls import DTYPE, Heads, dense, moved_bytes, paged, randn
+from cuda_expert_problems import FORMATS, Experts, QuantizedExperts
 from torch import Tensor
 from torch.nn import functional
 
@@ -200,71 +202,7 @@ class Attention:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """The experts of a mixture, `top_k` of them for each token, chosen evenly."""
-
-    tokens: int
-    top_k: int
-    experts: int
-    hidden: int
-    inner: int
-
-    op = "grouped_mlp"
-    library = None
-
-    @property
-    def shape(self) -> Mapping[str, Any]:
-        """What the plugin looks it up by."""
-        return asdict(self._shape())
-
-    @property
-    def num_bytes(self) -> int:
-        """What it must move: the experts that are hit."""
-        return 2 * 3 * self.hidden * self.inner * min(self.experts, self.tokens * self.top_k)
-
-    def make(self, device: str) -> dict[str, Any]:
-        """Return a call."""
-        scores = torch.rand(self.tokens, self.experts, device=device)
-        return {
-            "x": randn(self.tokens, self.hidden, device=device),
-            "weights": torch.rand(self.tokens, self.top_k, device=device).to(DTYPE),
-            "indices": scores.topk(self.top_k, dim=-1).indices,
-            "gate_up": randn(self.experts, 2 * self.inner, self.hidden, device=device),
-            "down": randn(self.experts, self.hidden, self.inner, device=device),
-        }
-
-    def candidates(self) -> list[Any]:
-        """Return configurations to try."""
-        from core_cuda.ops.moe.grouped_configs import candidates
-
-        return list(candidates(self._shape()))
-
-    def run(self, data: dict[str, Any], config: Any) -> Tensor:
-        """Compute it by the plugin's kernels."""
-        from core_cuda.ops.activation import Gate
-        from core_cuda.ops.moe.grouped_mlp import Experts as Weights
-        from core_cuda.ops.moe.grouped_mlp import run_grouped_mlp
-
-        weights = Weights(data["gate_up"], data["down"])
-        return run_grouped_mlp(data["x"], data["weights"], data["indices"], weights, Gate("silu"), config=config)
-
-    def wanted(self, data: dict[str, Any]) -> Tensor:
-        """Compute it by the op's reference."""
-        result: Tensor = torch.ops.core.grouped_mlp(**data, kind="silu")
-        return result
-
-    def same_kernel(self, config: Any) -> tuple[Any, ...]:
-        """Return what the compiled kernels depend on."""
-        return (self.top_k, self.experts, self.hidden, self.inner, config)
-
-    def _shape(self) -> Any:
-        from core_cuda.ops.moe.grouped_configs import GroupedShape
-
-        return GroupedShape(**asdict(self))
-
-
-Problem = Linear | QuantizedLinear | Attention | Experts
+Problem = Linear | QuantizedLinear | Attention | Experts | QuantizedExperts
 
 
 def problems(preset: str, rows: list[int]) -> Iterator[Problem]:
@@ -281,8 +219,13 @@ def problems(preset: str, rows: list[int]) -> Iterator[Problem]:
     for columns, depth, gated in layers[:-1]:  # the last product is left as it is by most who quantise
         yield from (QuantizedLinear(count, columns * (2 if gated else 1), depth) for count in rows)
     if "num_experts" in fields:
-        experts = (fields["num_experts_per_tok"], fields["num_experts"], hidden, fields["moe_intermediate_size"])
-        yield from (Experts(tokens, *experts) for tokens in (*rows, 1024, 4096))
+        top_k, experts, inner = (
+            fields[f"{n}"] for n in ("num_experts_per_tok", "num_experts", "moe_intermediate_size")
+        )
+        yield from (Experts(tokens, top_k, experts, hidden, inner) for tokens in (*rows, 1024, 4096))
+        for tokens, coded in itertools.product((*rows, 1024, 4096), FORMATS):
+            yield QuantizedExperts(tokens, top_k, experts, 2 * inner, hidden, coded)
+            yield QuantizedExperts(tokens, top_k, experts, hidden, inner, coded)
     sizes = [(batch, 1, context) for batch, context in COUNTS] + [(1, tokens, tokens) for tokens in PROMPTS]
     yield from (Attention(*size, (heads, kv_heads, head)) for size in sizes)
     yield from (Attention(batch, 1, context, (heads, kv_heads, head), codes=True) for batch, context in COUNTS)

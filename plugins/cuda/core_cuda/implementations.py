@@ -15,7 +15,7 @@ from core_cuda.ops.attention import paged as attention
 from core_cuda.ops.conditions import all_of, code_dtype, code_regions, computes_in_fp32, dtypes
 from core_cuda.ops.linear import products as linear
 from core_cuda.ops.linear import quantized as quantized_linear
-from core_cuda.ops.moe import grouped_mlp
+from core_cuda.ops.moe import grouped_mlp, quantized_grouped
 from core_cuda.ops.moe import route as moe_route
 from core_cuda.ops.norm import norms as norm
 from core_cuda.ops.recurrent import convolution, delta_rule, state_space
@@ -58,6 +58,7 @@ _CONDITIONS: Mapping[torch._ops.OpOverload, Condition] = {
     quantized_linear.quantized_linear: quantized_linear.why_not,
     quantized_linear.quantized_linear_library: quantized_linear.why_not,
     quantized_linear.quantized_linear_fast: quantized_linear.why_not_fast,
+    quantized_grouped.quantized_grouped_linear: quantized_grouped.why_not,
 }
 """Kernels, the preferred one of an op first, and the calls that each one takes."""
 

@@ -17,6 +17,7 @@ import torch
 from core.common.ops.attention.paged import ATTENTION
 from core.common.ops.attention.quantized import ATTENTION_QUANTIZE
 from core.common.ops.implementation import OpCall
+from core.common.ops.moe.quantized_experts import QUANTIZED_GROUPED_LINEAR
 from core.common.ops.norm.quantized import RMS_NORM_QUANTIZE
 from core.common.ops.quantize.symmetric import QUANTIZE, QUANTIZED_LINEAR
 from tests.attention_cases import steps
@@ -29,8 +30,9 @@ from core_cuda.ops.attention import prefill as prefill_attention
 from core_cuda.ops.attention.decode_config import DecodeShape
 from core_cuda.ops.attention.prefill_config import PrefillConfig, PrefillShape
 from core_cuda.ops.linear import skinny_configs
-from core_cuda.ops.moe import grouped_configs
+from core_cuda.ops.moe import grouped_configs, quantized_configs
 from core_cuda.ops.moe.grouped_configs import GroupedShape
+from core_cuda.ops.moe.quantized_configs import QuantizedShape
 
 Pretend = Callable[[tuple[int, int], int], None]
 FP8 = torch.float8_e4m3fn
@@ -58,6 +60,13 @@ def refusal(op: Any, call: dict[str, Any]) -> str | None:
     return implementation.condition(op.bind((), call))
 
 
+def experts_in(codes: torch.dtype) -> dict[str, Any]:
+    """Return a call for four experts whose weights are codes of a dtype."""
+    x, ends = torch.zeros(2, 64, dtype=torch.bfloat16), torch.full((4,), 2, dtype=torch.int32)
+    weight = {"w_codes": torch.zeros(4, 32, 64).to(codes), "w_scale": torch.ones(4, 32, 1), "w_zero_point": None}
+    return {"x": x, "x_scale": None, "ends": ends, **weight, "out_dtype": torch.bfloat16}
+
+
 def calls_in_codes() -> dict[str, tuple[Any, dict[str, Any]]]:
     """Return calls that read or write codes of fp8."""
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
@@ -65,6 +74,7 @@ def calls_in_codes() -> dict[str, tuple[Any, dict[str, Any]]]:
     caches = {name: decode[name].to(FP8) for name in ("key_cache", "value_cache")}
     scales = {"x_scale": torch.ones(2, 1), "w_scale": torch.ones(32, 1)}
     product = {"x_codes": x.to(FP8), "w_codes": torch.zeros(32, 64).to(FP8), "bias": None, "out_dtype": torch.bfloat16}
+    experts = experts_in(FP8)
     return {
         "quantize": (QUANTIZE, {"x": x, "scale": None, "dtype": FP8}),
         "norm": (RMS_NORM_QUANTIZE, {"x": x, "weight": None, "eps": 1e-5, "scale": None, "dtype": FP8}),
@@ -72,6 +82,8 @@ def calls_in_codes() -> dict[str, tuple[Any, dict[str, Any]]]:
         "prefill": (ATTENTION, prompt | {name: prompt[name].to(FP8) for name in caches}),
         "coded": (ATTENTION_QUANTIZE, decode | {"out_scale": torch.ones(()), "granularity": "tensor", "dtype": FP8}),
         "product": (QUANTIZED_LINEAR, product | scales),
+        "experts": (QUANTIZED_GROUPED_LINEAR, experts | {"x": experts["x"].to(FP8), "x_scale": torch.ones(2, 1)}),
+        "experts' weights": (QUANTIZED_GROUPED_LINEAR, experts),
     }
 
 
@@ -90,6 +102,7 @@ def test_what_needs_no_codes_of_fp8_goes_on(pretend: Pretend) -> None:
     assert refusal(QUANTIZE, {"x": x, "scale": None, "dtype": torch.int8}) is None
     assert conditions.dtypes(OpCall(op="core::rms_norm", args={"x": x})) is None
     assert conditions.dtypes(OpCall(op="core::rms_norm", args={"x": x.to(FP8)})) == NO_CODES
+    assert refusal(QUANTIZED_GROUPED_LINEAR, experts_in(torch.int8)) is None
     for new in (1, 90):
         assert refusal(ATTENTION, steps(((new, 100),), dtype=torch.bfloat16, max_query_len=new)) is None
 
@@ -194,6 +207,20 @@ def test_products_fit(gpu: tuple[Any, int], pretend: Pretend) -> None:
             for tile, matrices in ((config.up, 2), (config.down, 1)):
                 stage = 2 * (config.block_m + matrices * tile.block_n) * tile.block_k
                 assert tile.num_stages >= 2 and (tile.num_stages - 1) * stage <= gpu[1] * 1024, config
+
+
+@pytest.mark.parametrize("gpu", [AMPERE, ADA, HOPPER, SMALL_BLACKWELL], ids=lambda gpu: str(gpu[0]))
+@pytest.mark.parametrize(("w_bits", "x_bits", "group"), [(8, 8, 7168), (8, 8, 128), (8, 16, 7168), (4, 16, 32)])
+def test_quantised_experts_fit(gpu: tuple[Any, int], w_bits: int, x_bits: int, group: int, pretend: Pretend) -> None:
+    pretend(*gpu)
+    for rows in (8, 512, 2048, 32768):
+        shape = QuantizedShape(
+            rows=rows, experts=64, columns=4096, depth=7168, group=group, w_bits=w_bits, x_bits=x_bits
+        )
+        for config in quantized_configs.candidates(shape):
+            stage = config.block_k * (config.block_m * x_bits + config.block_n * w_bits) // 8
+            assert config.num_stages >= 1 and (config.num_stages - 1) * stage <= gpu[1] * 1024, config
+        assert quantized_configs.default_config(shape).num_stages >= 2, shape
 
 
 def test_the_default_takes_what_there_is(pretend: Pretend) -> None:

@@ -94,3 +94,17 @@ def test_a_cache_of_codes_is_served_by_the_kernels(scheme: str, kernel_device: t
             assert {op: chosen[op] for op in ops} == ops, trace.phase
         result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
     assert result.passed and result.verdict is not None and result.verdict.passed
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "w4a16-g32"])
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
+def test_a_quantised_mixture_is_served_by_the_kernels(scheme: str, kernel_device: torch.device) -> None:
+    device = device_of(kernel_device)
+    loaded = build_model(tiny_config("qwen3_moe"), torch_device=device.torch_device, dtype=torch.bfloat16)
+    quantize(loaded.model, scheme)
+    with Engine(loaded, device, CONFIG) as engine:
+        for trace in engine.report().traces:
+            experts = [choice for choice in trace.ops if choice.op == "core::quantized_grouped_linear"]
+            assert [choice.implementation for choice in experts] == ["cuda_quantized_grouped_linear"] * 2 * LAYERS
+        result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
+    assert result.passed and result.verdict is not None and result.verdict.passed

@@ -1,4 +1,4 @@
-"""core_cuda/ops/packed.py against the unpacking of the canonical ops."""
+"""core_cuda/ops/packed.py: every code, in its place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from core_cuda.ops import launching
-from core_cuda.ops.packed import unpack
+from core_cuda.ops.packed import unpack, widen
 
 
 @triton.jit
@@ -36,3 +36,20 @@ def test_codes_come_in_order_and_exact(dtype: torch.dtype, has_zeros: bool, kern
     arguments = (words.to(kernel_device), zeros.to(kernel_device), out)
     launching.launch(_unpack_kernel, (1,), *arguments, ROWS=16, WIDTH=4, HAS_ZEROS=has_zeros)
     assert torch.equal(out.cpu(), wanted.to(dtype)) and torch.equal(wanted.to(dtype).to(torch.float32), wanted)
+
+
+@triton.jit
+def _widen_kernel(codes, zeros, out, SIZE: tl.constexpr):  # noqa: ANN001, ANN202
+    at = tl.arange(0, SIZE)
+    numbers = widen(tl.load(codes + at), tl.load(zeros + at).to(tl.float32))
+    tl.store(out + at, numbers.to(out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_codes_of_8_bits_are_exact(dtype: torch.dtype, kernel_device: torch.device) -> None:
+    codes = torch.arange(-128, 128, dtype=torch.int8)
+    for zeros in (codes, codes.flip(0), torch.zeros_like(codes)):
+        wanted = codes.to(torch.float32) - zeros
+        out = torch.empty(256, dtype=dtype, device=kernel_device)
+        launching.launch(_widen_kernel, (1,), codes.to(kernel_device), zeros.to(kernel_device), out, SIZE=256)
+        assert torch.equal(out.cpu().to(torch.float32), wanted)

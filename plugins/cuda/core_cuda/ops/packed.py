@@ -1,7 +1,8 @@
-"""Codes of 4 bits, eight to an int32, unpacked in the registers of a kernel.
+"""Integer codes of 8 bits, and of 4 bits packed eight to an int32, made numbers in the registers of a kernel.
 
-The format is that of core/common/ops/linear/weight_only.py: the first code of a word in its lowest bits, each stored as
-code + 8.
+Packed as in core/common/ops/linear/weight_only.py: the first code of a word in its lowest bits, each stored as
+code + 8. The numbers, less a zero point of int8, are exact in bf16 and fp16 too. Bits of floats are put together
+by integer arithmetic, since instructions that convert integers take several times as long.
 """
 
 from __future__ import annotations
@@ -9,23 +10,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_MAGIC_BITS = tl.constexpr(0x4B000000)
-_MAGIC = tl.constexpr(2.0**23)  # what these bits are as fp32: small integers lie in the low bits of the sum with them
+_MAGIC_BITS = tl.constexpr(0x4B400000)
+_MAGIC = tl.constexpr(1.5 * 2.0**23)
+"""These bits as fp32: adding a small integer to the bits adds it to the number."""
+
+
+@triton.jit
+def widen(codes, zero):
+    """Return fp32 numbers: int8 codes less zero, which broadcasts to them: fp32, of integers; 0.0 for none."""
+    return (codes.to(tl.int32) + _MAGIC_BITS).to(tl.float32, bitcast=True) - (zero + _MAGIC)
 
 
 @triton.jit
 def _code(words, zero, AT: tl.constexpr):
-    """Return code number AT of each word less zero. Setting bits of a float is faster than converting an integer."""
-    bits = ((words >> (4 * AT)) & 15) | _MAGIC_BITS
-    return bits.to(tl.float32, bitcast=True) - (zero + (_MAGIC + 8.0))
+    """Return code number AT of each word less zero."""
+    return (((words >> (4 * AT)) & 15) | _MAGIC_BITS).to(tl.float32, bitcast=True) - (zero + (_MAGIC + 8.0))
 
 
 @triton.jit
 def unpack(words, zero):
-    """Return fp32 (..., 8 * W): the codes -8 to 7 of int32 words (..., W), in order, less zero; exact.
+    """Return fp32 (..., 8 * W): the codes -8 to 7 of int32 words (..., W), in order, less zero, as for `widen`.
 
-    zero: a number or a tensor that broadcasts to the words, fp32, of integers: the zero point, or 0.0. A thread unpacks
-    the words that it has loaded, so that no data moves between threads.
+    A thread unpacks the words that it has loaded, so that no data moves between threads.
     """
     even = tl.interleave(
         tl.interleave(_code(words, zero, 0), _code(words, zero, 4)),
