@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import typer
 from cuda_calls import DTYPE, PAGE, dense, moved_bytes, paged, randn
+from cuda_codes_problems import problems as codes_problems
 from cuda_expert_problems import FORMATS, QuantizedExperts
 from cuda_timing import copy_bandwidth, num_sets, relative_error, require_gpu, time_us
 from torch.nn import functional
@@ -188,6 +189,19 @@ def experts() -> Iterator[Case]:
         )
 
 
+def codes() -> Iterator[Case]:
+    """Yield linear layers of codes of a model of 8 B; torch computes them by the ops' references."""
+    for problem in codes_problems([1, 8, 64, 512, 4096], [(6144, 4096), (4096, 14336)]):
+        yield Case(
+            op=problem.op,
+            size=", ".join(map(str, problem.shape.values())),
+            make=lambda p=problem: p.make("cuda"),
+            ways={"core": problem.default, "torch": problem.wanted},
+            num_bytes=problem.num_bytes,
+            wanted=problem.wanted,
+        )
+
+
 def measure(case: Case, bandwidth: float) -> dict[str, Any]:
     """Return the line of a case."""
     sets = [case.make() for _ in range(num_sets(case.num_bytes))]
@@ -224,7 +238,7 @@ def main(
     found = f"FlashInfer {version('flashinfer-python')}" if find_spec("flashinfer") else "FlashInfer: not installed"
     print(f"copy: {bandwidth / 1e12:.2f} TB/s on {torch.cuda.get_device_name()}; {found}")
     lines = []
-    for case in (*rows(), *sampling(), *experts(), *attention()):
+    for case in (*rows(), *codes(), *sampling(), *experts(), *attention()):
         if only in case.op:
             lines.append(measure(case, bandwidth))
             print(json.dumps(lines[-1]), flush=True)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from cuda_calls import DTYPE, Heads, dense, moved_bytes, paged, randn
+from cuda_codes_problems import Int8Linear, WeightOnlyLinear
+from cuda_codes_problems import problems as codes_problems
 from cuda_expert_problems import FORMATS, Experts, QuantizedExperts
 from torch import Tensor
 from torch.nn import functional
@@ -202,7 +204,7 @@ class Attention:
         )  # fmt: skip
 
 
-Problem = Linear | QuantizedLinear | Attention | Experts | QuantizedExperts
+Problem = Linear | QuantizedLinear | WeightOnlyLinear | Int8Linear | Attention | Experts | QuantizedExperts
 
 
 def problems(preset: str, rows: list[int]) -> Iterator[Problem]:
@@ -216,8 +218,10 @@ def problems(preset: str, rows: list[int]) -> Iterator[Problem]:
     layers.append((fields["vocab_size"], hidden, False))
     for layer in layers:
         yield from (Linear(count, *layer) for count in rows)
-    for columns, depth, gated in layers[:-1]:  # the last product is left as it is by most who quantise
-        yield from (QuantizedLinear(count, columns * (2 if gated else 1), depth) for count in rows)
+    # The last product is left as it is by most who quantise.
+    coded = [(columns * (2 if gated else 1), depth) for columns, depth, gated in layers[:-1]]
+    yield from (QuantizedLinear(count, *layer) for layer in coded for count in rows)
+    yield from codes_problems(rows, coded)
     if "num_experts" in fields:
         top_k, experts, inner = (
             fields[f"{n}"] for n in ("num_experts_per_tok", "num_experts", "moe_intermediate_size")

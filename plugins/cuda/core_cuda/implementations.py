@@ -15,6 +15,7 @@ from core_cuda.ops.attention import paged as attention
 from core_cuda.ops.conditions import all_of, code_dtype, code_regions, computes_in_fp32, dtypes
 from core_cuda.ops.linear import products as linear
 from core_cuda.ops.linear import quantized as quantized_linear
+from core_cuda.ops.linear import weight_only
 from core_cuda.ops.moe import grouped_mlp, quantized_grouped
 from core_cuda.ops.moe import route as moe_route
 from core_cuda.ops.norm import norms as norm
@@ -56,9 +57,11 @@ _CONDITIONS: Mapping[torch._ops.OpOverload, Condition] = {
     norm.add_rms_norm_quantize: all_of(dtypes, code_dtype, code_regions, computes_in_fp32("x", "residual")),
     activation.gated_activation_quantize: all_of(dtypes, code_dtype, code_regions),
     quantized_linear.quantized_linear: quantized_linear.why_not,
-    quantized_linear.quantized_linear_library: quantized_linear.why_not,
+    quantized_linear.quantized_linear_library: quantized_linear.why_not_library,
     quantized_linear.quantized_linear_fast: quantized_linear.why_not_fast,
     quantized_grouped.quantized_grouped_linear: quantized_grouped.why_not,
+    weight_only.weight_only_linear: weight_only.why_not,
+    weight_only.weight_only_linear_other: weight_only.why_not,
 }
 """Kernels, the preferred one of an op first, and the calls that each one takes."""
 
@@ -66,6 +69,7 @@ _TIMED: Mapping[torch._ops.OpOverload, Condition] = {
     linear.linear_other: linear.other_timed,
     linear.gated_linear_other: linear.other_timed,
     quantized_linear.quantized_linear_library: quantized_linear.library_timed,
+    weight_only.weight_only_linear_other: weight_only.other_timed,
 }
 """Which calls further kernels of an op are timed for."""
 

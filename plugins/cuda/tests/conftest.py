@@ -35,7 +35,8 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mend the interpreters of Triton 3.6 and 3.7, of which test_cuda_triton.py has a test for each point.
 
-    Rounding to narrow dtypes: they truncate, or lose a carry. Products of bfloat16: they multiply the bits as integers.
+    Rounding to narrow dtypes: they truncate, or lose a carry. Products and differences of bfloat16, and integers made
+    bfloat16: they take the bits for integers, and the reverse.
     Sizes as bounds of loops: 3.6 reads them in a way that numpy 2.4 refuses. fma: they round the product. A constant on
     the left of a tensor: 3.6 takes what 3.7 refuses, so kernels may not hold it under either.
     """
@@ -51,6 +52,7 @@ def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
     carriers = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
     builder = interpreter.InterpreterBuilder
     convert, dot = interpreter._convert_float, builder.create_dot
+    subtract, from_signed = builder.create_fsub, builder.create_si_to_fp
 
     def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         if source not in dtypes or target not in dtypes:
@@ -63,6 +65,16 @@ def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         wide = [self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
         return dot(self, *wide, d, *options)
+
+    def create_fsub(self: Any, x: Any, y: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return subtract(self, x, y)
+        return self.cast_impl(subtract(self, *(self.cast_impl(each, tl.float32) for each in (x, y))), tl.bfloat16)
+
+    def create_si_to_fp(self: Any, x: Any, dtype: Any) -> Any:
+        if dtype.scalar != tl.bfloat16:
+            return from_signed(self, x, dtype)
+        return self.cast_impl(from_signed(self, x, tl.float32), dtype)
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         wide = x.data.astype(np.float64) * y.data + z.data
@@ -105,4 +117,6 @@ def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tl.constexpr, "__init__", constant)
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
     monkeypatch.setattr(builder, "create_dot", create_dot)
+    monkeypatch.setattr(builder, "create_fsub", create_fsub)
+    monkeypatch.setattr(builder, "create_si_to_fp", create_si_to_fp)
     monkeypatch.setattr(builder, "create_fma", create_fma)

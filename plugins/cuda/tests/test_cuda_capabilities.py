@@ -17,6 +17,7 @@ import torch
 from core.common.ops.attention.paged import ATTENTION
 from core.common.ops.attention.quantized import ATTENTION_QUANTIZE
 from core.common.ops.implementation import OpCall
+from core.common.ops.linear.weight_only import WEIGHT_ONLY_LINEAR
 from core.common.ops.moe.quantized_experts import QUANTIZED_GROUPED_LINEAR
 from core.common.ops.norm.quantized import RMS_NORM_QUANTIZE
 from core.common.ops.quantize.symmetric import QUANTIZE, QUANTIZED_LINEAR
@@ -29,7 +30,8 @@ from core_cuda.ops.attention import decode_config, prefill_config
 from core_cuda.ops.attention import prefill as prefill_attention
 from core_cuda.ops.attention.decode_config import DecodeShape
 from core_cuda.ops.attention.prefill_config import PrefillConfig, PrefillShape
-from core_cuda.ops.linear import skinny_configs
+from core_cuda.ops.linear import coded_configs, skinny_configs
+from core_cuda.ops.linear.coded_configs import CodedShape
 from core_cuda.ops.moe import grouped_configs, quantized_configs
 from core_cuda.ops.moe.grouped_configs import GroupedShape
 from core_cuda.ops.moe.quantized_configs import QuantizedShape
@@ -75,6 +77,7 @@ def calls_in_codes() -> dict[str, tuple[Any, dict[str, Any]]]:
     scales = {"x_scale": torch.ones(2, 1), "w_scale": torch.ones(32, 1)}
     product = {"x_codes": x.to(FP8), "w_codes": torch.zeros(32, 64).to(FP8), "bias": None, "out_dtype": torch.bfloat16}
     experts = experts_in(FP8)
+    codes = {"w_codes": product["w_codes"], "w_scale": scales["w_scale"], "bias": None}
     return {
         "quantize": (QUANTIZE, {"x": x, "scale": None, "dtype": FP8}),
         "norm": (RMS_NORM_QUANTIZE, {"x": x, "weight": None, "eps": 1e-5, "scale": None, "dtype": FP8}),
@@ -84,6 +87,7 @@ def calls_in_codes() -> dict[str, tuple[Any, dict[str, Any]]]:
         "product": (QUANTIZED_LINEAR, product | scales),
         "experts": (QUANTIZED_GROUPED_LINEAR, experts | {"x": experts["x"].to(FP8), "x_scale": torch.ones(2, 1)}),
         "experts' weights": (QUANTIZED_GROUPED_LINEAR, experts),
+        "weight": (WEIGHT_ONLY_LINEAR, {"x": x, "w_zero_point": None, "num_bits": 8} | codes),
     }
 
 
@@ -103,6 +107,10 @@ def test_what_needs_no_codes_of_fp8_goes_on(pretend: Pretend) -> None:
     assert conditions.dtypes(OpCall(op="core::rms_norm", args={"x": x})) is None
     assert conditions.dtypes(OpCall(op="core::rms_norm", args={"x": x.to(FP8)})) == NO_CODES
     assert refusal(QUANTIZED_GROUPED_LINEAR, experts_in(torch.int8)) is None
+    int8 = {"w_codes": torch.zeros(32, 64, dtype=torch.int8), "w_scale": torch.ones(32, 1), "bias": None}
+    assert refusal(WEIGHT_ONLY_LINEAR, {"x": x, "w_zero_point": None, "num_bits": 8} | int8) is None
+    x_codes = {"x_codes": x.to(torch.int8), "x_scale": torch.ones(2, 1), "out_dtype": torch.bfloat16}
+    assert refusal(QUANTIZED_LINEAR, x_codes | int8) is None
     for new in (1, 90):
         assert refusal(ATTENTION, steps(((new, 100),), dtype=torch.bfloat16, max_query_len=new)) is None
 
@@ -201,6 +209,12 @@ def test_products_fit(gpu: tuple[Any, int], pretend: Pretend) -> None:
             tile = (max(16, 1 << (rows - 1).bit_length()) + config.block_n * (1 + gated)) * config.block_k * bits // 8
             assert config.kernel == "row" or (config.num_stages - 1) * tile <= gpu[1] * 1024, (rows, config)
             assert config.kernel == "row" or config.num_stages >= 2
+    kinds = ((4, 128, False), (4, 32, False), (8, 4096, False), (8, 4096, True))
+    for rows, (bits, group, coded_x) in itertools.product((1, 33, 64, 512, 4096), kinds):
+        shape = CodedShape(rows, 14336, 4096, bits, group, coded_x=coded_x)
+        for coded in coded_configs.candidates(shape):
+            tile = coded.block_k * (coded.block_m * shape.x_bytes + coded.block_n * bits // 8)
+            assert coded.num_stages >= 2 and (coded.num_stages - 1) * tile <= gpu[1] * 1024, (rows, coded)
     for tokens, experts in itertools.product((8, 64, 1024, 8192), (8, 128)):
         shape = GroupedShape(tokens=tokens, top_k=8, experts=experts, hidden=4096, inner=1536)
         for config in (c for c in grouped_configs.candidates(shape) if c.kernel == "tile"):

@@ -34,6 +34,7 @@ KNOWN = {("mqa drafts 512", c) for c in SHARED} | {("gemma 2", 100), ("8b codes,
 """Calls, by capability, whose kernel spills more: heads of 512 with 64 rows, and of 256, are served there, not fast."""
 CALLS: dict[str, tuple[str, ...]] = {
     "linear": (),
+    "weight_only": (),
     "rows": ("1", "sample", "argmax", "whole", "layer_norm 4x65536"),
     "attention": (),
     "prefill": ("8b", "1b", "gemma", "head"),
@@ -46,6 +47,7 @@ CALLS: dict[str, tuple[str, ...]] = {
 """By family the words that a call's name must hold one of; none takes all."""
 KERNELS: dict[str, set[str]] = {
     "linear": {"_row_kernel", "_tile_kernel", "_scale_kernel"},
+    "weight_only": {"coded_kernel", "_dequantize_kernel"},
     "rows": {
         *("norm_kernel", "long_norm_kernel", "_gate_kernel", "_rows_kernel", "_parts_kernel", "_whole_scale_kernel"),
         *("_argmax_kernel", "bounds_kernel", "histogram_kernel", "choose_kernel"),
@@ -65,6 +67,7 @@ ALONE = {"hopper_kernel"}
 """Kernels that do not overlap with the one before."""
 OTHERS = (
     *("linear 1 x 4096", "linear 8 x 6144", "linear 64 x 28672", "codes 1 x 4096", "codes 8 x 6144"),
+    *("weight-only int", "weight-only fp8", "int8 by int8", "kind int", "kind fp8", "numbers of int", "numbers of fp8"),
     *(
         "rms_norm 1x4096",
         "quantize token 1x4096",
@@ -79,7 +82,7 @@ OTHERS = (
     *("8b rotary 64", "8b table 64", "8b qk norm 64", "8b codes, half 64"),
 )
 """Words of the calls that are compiled for other capabilities, of all families."""
-IN_CODES = ("codes", "token", "group")
+IN_CODES = ("codes", "token", "group", "fp8")
 """Words of those that hold codes of fp8."""
 
 

@@ -108,3 +108,28 @@ def test_a_quantised_mixture_is_served_by_the_kernels(scheme: str, kernel_device
             assert [choice.implementation for choice in experts] == ["cuda_quantized_grouped_linear"] * 2 * LAYERS
         result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
     assert result.passed and result.verdict is not None and result.verdict.passed
+
+
+@pytest.mark.parametrize(
+    ("scheme", "op", "per_layer"),
+    [
+        ("w4a16-g32", "core::weight_only_linear", 7),
+        ("w8a16", "core::weight_only_linear", 7),
+        ("int8", "core::quantized_linear", 4),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
+def test_weights_of_codes_are_served_by_the_kernels(
+    scheme: str, op: str, per_layer: int, kernel_device: torch.device
+) -> None:
+    device = device_of(kernel_device)
+    loaded = build_model(tiny_config("llama"), torch_device=device.torch_device, dtype=torch.bfloat16)
+    quantize(loaded.model, scheme)
+    with Engine(loaded, device, CONFIG) as engine:
+        for trace in engine.report().traces:
+            chosen = {choice.op: choice.implementation for choice in trace.ops if choice.op == op}
+            calls = sum(choice.op == op for choice in trace.ops)
+            assert chosen == {op: f"cuda_{op.removeprefix('core::')}"} and calls == per_layer * LAYERS, trace.phase
+        result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
+    assert result.passed and result.verdict is not None and result.verdict.passed

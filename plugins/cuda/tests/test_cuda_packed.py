@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from core_cuda.ops import launching
-from core_cuda.ops.packed import unpack, widen
+from core_cuda.ops.packed import unpack, unpack_bytes, widen
 
 
 @triton.jit
@@ -53,3 +53,19 @@ def test_codes_of_8_bits_are_exact(dtype: torch.dtype, kernel_device: torch.devi
         out = torch.empty(256, dtype=dtype, device=kernel_device)
         launching.launch(_widen_kernel, (1,), codes.to(kernel_device), zeros.to(kernel_device), out, SIZE=256)
         assert torch.equal(out.cpu().to(torch.float32), wanted)
+
+
+@triton.jit
+def _unpack_bytes_kernel(codes, out, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # noqa: ANN001, ANN202
+    rows = tl.arange(0, ROWS)[:, None]
+    numbers = unpack_bytes(tl.load(codes + rows * WIDTH + tl.arange(0, WIDTH)[None, :]), out.dtype.element_ty)
+    tl.store(out + rows * (2 * WIDTH) + tl.arange(0, 2 * WIDTH)[None, :], numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bytes_of_words_hold_codes_in_order(dtype: torch.dtype, kernel_device: torch.device) -> None:
+    draw = torch.Generator().manual_seed(1)
+    words = torch.randint(-(2**31), 2**31, (16, 4), dtype=torch.int32, generator=draw)
+    out = torch.empty(16, 32, dtype=dtype, device=kernel_device)
+    launching.launch(_unpack_bytes_kernel, (1,), words.to(kernel_device).view(torch.uint8), out, ROWS=16, WIDTH=16)
+    assert torch.equal(out.cpu(), reference(words, 4, 4 * CODES_PER_WORD).to(dtype))

@@ -72,6 +72,19 @@ def test_products_of_bfloat16_are_of_its_values(kernel_device: torch.device) -> 
 
 
 @triton.jit
+def _subtract(x, y, out, N: tl.constexpr):  # noqa: ANN001, ANN202
+    at = tl.arange(0, N)
+    tl.store(out + at, tl.load(x + at) - tl.load(y + at).to(out.dtype.element_ty))
+
+
+def test_differences_of_bfloat16_and_integers_are_of_their_values(kernel_device: torch.device) -> None:
+    x, y = torch.linspace(-3, 3, 16).bfloat16(), torch.arange(-8, 8, dtype=torch.int8)
+    out = torch.empty(16, dtype=torch.bfloat16, device=kernel_device)
+    launch(_subtract, (1,), x.to(kernel_device), y.to(kernel_device), out, N=16)
+    assert torch.equal(out.cpu(), x - y.bfloat16())
+
+
+@triton.jit
 def _count(sizes, out):  # noqa: ANN001, ANN202
     total = 0
     for step in range(tl.load(sizes), tl.load(sizes + 1)):

@@ -42,3 +42,19 @@ def unpack(words, zero):
         tl.interleave(_code(words, zero, 3), _code(words, zero, 7)),
     )
     return tl.interleave(even, odd)
+
+
+@triton.jit
+def unpack_bytes(codes, dtype: tl.constexpr):
+    """Return (R, 2 * B) of dtype, bfloat16 or float16: the codes -8 to 7 of words seen as bytes (R, B) uint8, in order.
+
+    For operands of `tl.dot`: unlike `unpack`, what a thread loads for the matrix units is unpacked where it is, two
+    codes at a time, without a way through shared memory.
+    """
+    # Bits of floats again: 128 and 1024 are the powers of two whose last bits count ones.
+    MAGIC_BITS: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+    OFFSET: tl.constexpr = 136.0 if dtype == tl.bfloat16 else 1032.0
+    both = ((codes.to(tl.uint32) * 0x1001) & 0x000F000F) | MAGIC_BITS
+    pairs = tl.join((both & 0xFFFF).to(tl.uint16), (both >> 16).to(tl.uint16))
+    numbers = tl.reshape(pairs, (codes.shape[0], 2 * codes.shape[1])).to(dtype, bitcast=True)
+    return numbers - tl.full((1, 1), OFFSET, tl.float32).to(dtype)

@@ -1,4 +1,4 @@
-"""`core::quantized_linear` of fp8 codes: the plugin's own kernels for few rows, torch's for many.
+"""`core::quantized_linear`: of int8 codes by the plugin's own kernel; of fp8 by its own for few rows, torch's for many.
 
 Which one is decided call by call from the real sizes, as for `core::linear`; for sizes that nobody measured the others
 are implementations of their own, which are timed when a program is made.
@@ -18,6 +18,9 @@ from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
 from core_cuda.ops import launching
 from core_cuda.ops.conditions import no_codes
 from core_cuda.ops.linear import skinny_configs
+from core_cuda.ops.linear.coded import coded_linear
+from core_cuda.ops.linear.coded_configs import CodedConfig, CodedShape
+from core_cuda.ops.linear.coded_configs import default_config as default_coded
 from core_cuda.ops.linear.scaled import ALIGNED, WAYS, scaled_linear
 from core_cuda.ops.linear.skinny import skinny_linear
 from core_cuda.ops.linear.skinny_configs import MAX_ROWS, SkinnyConfig
@@ -26,7 +29,9 @@ from core_cuda.tuned import winner
 
 CODE = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16)
-"""Not fp32: on an H200 neither torch's kernels nor these came near its rounding."""
+"""Not fp32: on an H200 neither torch's kernels nor these came near its rounding. Sums of int8 are exact."""
+MAX_INT8_DEPTH = 2**31 // 128**2 - 1
+"""Products of int8 whose sum int32 holds in any case."""
 _BITS = 8
 _MAX_UNMEASURED_ROWS = 32
 """Rows up to which the kernels here serve sizes that nobody measured."""
@@ -58,8 +63,10 @@ def _product(choose: Callable[[int, int, int], SkinnyConfig], *, fast: bool = Fa
         if x.shape[0] == 0:
             return x.new_empty((*x_codes.shape[:-1], columns), dtype=out_dtype)
         scales = (x_scale.reshape(-1), w_scale.reshape(-1))
-        config = choose(x.shape[0], columns, depth)
-        out = multiply(x, w_codes, scales, bias, out_dtype, config, fast=fast)
+        if w_codes.dtype == torch.int8:
+            out = multiply_int8(x, w_codes, scales, bias, out_dtype, int8_config(x.shape[0], columns, depth))
+        else:
+            out = multiply(x, w_codes, scales, bias, out_dtype, choose(x.shape[0], columns, depth), fast=fast)
         return out.view(*x_codes.shape[:-1], columns)
 
     return product
@@ -87,6 +94,31 @@ def multiply(
         return out
     way = config.kernel if _is_narrow(out_dtype, bias) else "tensor"
     return scaled_linear(x.contiguous(), weight.contiguous(), scales, bias, out_dtype, way, fast=fast)
+
+
+def multiply_int8(
+    x: Tensor,
+    weight: Tensor,
+    scales: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    config: CodedConfig,
+) -> Tensor:
+    """Return `x @ weight.T * scales + bias` (M, N) of int8 x (M, K) and weight (N, K), summed exactly."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    x_scale, w_scale = scales
+    return coded_linear(x, weight, w_scale[:, None], None, bias, x_scale=x_scale, out_dtype=out_dtype, config=config)
+
+
+def int8_shape(rows: int, columns: int, depth: int) -> CodedShape:
+    """Return the sizes of a product of int8."""
+    return CodedShape(rows, columns, depth, _BITS, depth, coded_x=True)
+
+
+def int8_config(rows: int, columns: int, depth: int) -> CodedConfig:
+    """Return what was measured on this GPU for a product of int8, else what the sizes suggest."""
+    known, config = winner("int8_linear", {"rows": rows, "columns": columns, "depth": depth}, ranged=("rows",))
+    return CodedConfig(**config) if known and config else default_coded(int8_shape(rows, columns, depth))
 
 
 def candidates(rows: int, columns: int, depth: int) -> Iterator[SkinnyConfig]:
@@ -154,10 +186,10 @@ def why_not(call: OpCall) -> str | None:
     for name, value in args.items():
         if name not in _TOGETHER and value is not None:
             return f"it has {name}, and the kernels know symmetric codes only"
-    for name in ("x_codes", "w_codes"):
-        if args[name].dtype != CODE:
-            return f"{name} are {args[name].dtype}, and the kernels take {CODE}"
-    if reason := no_codes(CODE):
+    code = args["w_codes"].dtype
+    if args["x_codes"].dtype != code:
+        return f"x_codes are {args['x_codes'].dtype} and w_codes {code}, and the kernels take codes of one dtype"
+    if reason := no_codes(code):
         return reason
     for name in ("x_scale", "w_scale"):
         if args[name].dtype != torch.float32:
@@ -169,6 +201,8 @@ def why_not(call: OpCall) -> str | None:
         return f"w_scale has {args['w_scale'].shape[0]} rows, and the kernels take one for each of {columns}, or one"
     if any(one != many for one, many in zip(args["x_scale"].shape[:-1], args["x_codes"].shape[:-1], strict=False)):
         return "x_scale has fewer rows than x_codes, and the kernels take one scale for each row, or one in all"
+    if code == torch.int8:
+        return f"rows are {depth} long, and int32 sums at most {MAX_INT8_DEPTH}" if depth > MAX_INT8_DEPTH else None
     if columns % ALIGNED or depth % ALIGNED:
         return f"the weight is ({columns}, {depth}), and the kernels take multiples of {ALIGNED}"
     if args["out_dtype"] not in OUT_DTYPES:
@@ -177,8 +211,15 @@ def why_not(call: OpCall) -> str | None:
     return None
 
 
+def why_not_library(call: OpCall) -> str | None:
+    """Return why the library's kernels cannot take a call, or None."""
+    if call.args["w_codes"].dtype != CODE:
+        return f"w_codes are {call.args['w_codes'].dtype}, and the kernels of the library take {CODE}"
+    return why_not(call)
+
+
 def why_not_fast(call: OpCall) -> str | None:
     """Return why the kernel that sums in the narrower way cannot take a call, or None."""
     if call.args["out_dtype"] != torch.bfloat16:
         return f"out_dtype is {call.args['out_dtype']}, and sums in the narrower way are exact enough for bfloat16 only"
-    return why_not(call)
+    return why_not_library(call)
