@@ -152,7 +152,7 @@ def test_what_the_sizes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
         return weight_only.other_timed(OpCall(op="core::weight_only_linear", args=call))
 
     assert chosen(1) == [True, False] and chosen(128) == [True, False] and chosen(129) == [False, True]
-    assert chosen(1024, "int8") == [True, False] and chosen(1025, "fp8") == [False, True]
+    assert chosen(256, "int8") == [True, False] and chosen(257, "fp8") == [False, True]
     assert chosen(8, group=24) == [False, False]
     assert timed(33) is None and timed(2048) is None
     assert "32 rows" in str(timed(32)) and "2049 rows" in str(timed(2049))

@@ -66,7 +66,7 @@ class CodedConfig:
 
 _Tile = tuple[int, int, int, bool]
 _TILES: Mapping[int, tuple[_Tile, ...]] = {
-    16: ((128, 128, 4, False), (64, 128, 4, False), (128, 128, 4, True), (64, 256, 4, False)),
+    16: ((64, 128, 4, False), (128, 128, 4, False), (128, 128, 4, True), (64, 256, 4, False)),
     32: ((128, 128, 4, False), (64, 128, 4, False), (128, 128, 4, True), (128, 128, 8, True)),
     64: ((128, 128, 8, True), (128, 128, 4, True), (64, 128, 4, True), (256, 64, 8, True)),
     128: ((128, 128, 8, True), (128, 64, 8, True), (128, 64, 4, True), (256, 64, 8, True)),

@@ -30,7 +30,7 @@ from core_cuda.ops.registration import kernel_of
 from core_cuda.tuned import winner
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_MAX_UNMEASURED_ROWS = {4: 128, 8: 1024}
+_MAX_UNMEASURED_ROWS = {4: 128, 8: 256}
 """Rows up to which sizes that nobody measured are multiplied by codes, by bits of a code."""
 _TIMED_ROWS = range(33, 2049)
 """Rows for which the other way is timed; beyond either end it always lost."""
