@@ -91,12 +91,24 @@ def wait_in_hook(install_vendor: InstallVendor, folder: Path) -> Path:
     return pipe
 
 
+def start_heeding(number: signal.Signals, handler: Any, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    """Start a command that heeds a signal though this process may ignore it, as what is started ignores it in turn.
+
+    So a shell has it for interrupts of what it starts in the background, and `nohup` for hang-ups.
+    """
+    before = signal.signal(number, handler)
+    try:
+        return subprocess.Popen(command, env=environment())
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_both_processes(
     install_vendor: InstallVendor, command: tuple[str, ...], tmp_path: Path, number: signal.Signals
 ) -> None:
     pipe = wait_in_hook(install_vendor, tmp_path)
-    with subprocess.Popen(command, env=environment()) as started:
+    with start_heeding(number, signal.SIG_DFL, command) as started:
         child = int(pipe.read_text())
         assert child != started.pid
         started.send_signal(number)
@@ -110,13 +122,7 @@ def test_a_signal_ends_both_processes(
 
 def test_an_interrupt_is_handed_on(install_vendor: InstallVendor, command: tuple[str, ...], tmp_path: Path) -> None:
     pipe = wait_in_hook(install_vendor, tmp_path)
-    # What a shell starts in the background ignores interrupts, and so does what it starts in turn.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        started = subprocess.Popen(command, env=environment())
-    finally:
-        signal.signal(signal.SIGINT, before)
-    with started:
+    with start_heeding(signal.SIGINT, signal.default_int_handler, command) as started:
         pipe.read_text()
         started.send_signal(signal.SIGINT)
         try:
