@@ -56,7 +56,7 @@ KERNELS: dict[str, set[str]] = {
     "prefill": {"prefill_kernel", "hopper_kernel", "decode_kernel", "_write_kernel"},
     "moe": {"row_up_kernel", "row_down_kernel", "sort_kernel", "product_kernel", "sum_kernel", "_route_kernel"},
     "quantized_moe": {"quantized_product_kernel"},
-    "rotary": {"rotary_kernel", "_table_kernel", "prefill_kernel"},
+    "rotary": {"rotary_kernel", "_table_kernel", "prefill_kernel", "hopper_kernel"},
     "recurrent": {"_convolution_kernel", "_delta_kernel", "_state_space_kernel"},
     "flashinfer": {"tiles_kernel", "chunks_kernel", "works_kernel"},
 }
