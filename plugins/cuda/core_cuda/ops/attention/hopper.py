@@ -35,8 +35,8 @@ class HopperConfig:
 def choose(step: Step, window: int, softcap: float) -> HopperConfig | None:
     """Return the configuration for a step, None where the kernel does not take it or `prefill_kernel` is faster.
 
-    Measured on an H100, it is slower with soft caps and with codes in the cache, where other work than products fills
-    most of the time; with windows and heads of 64; and where tiles do not fill half of the multiprocessors.
+    It has no soft caps and reads no codes. On an H100 it measured slower with windows over heads of 64, and no faster
+    where tiles do not fill half of the multiprocessors.
     """
     if launching.INTERPRETED or launching.capability()[0] != _CAPABILITY:
         return None
