@@ -85,13 +85,7 @@ def default_config(shape: GroupedShape) -> GroupedConfig:
 
 def candidates(shape: GroupedShape) -> Iterator[GroupedConfig]:
     """Yield the configurations worth measuring for these sizes, the default first."""
-    first = default_config(shape)
-    seen = {first}
-    yield first
-    for config in _all(shape):
-        if config not in seen:
-            seen.add(config)
-            yield config
+    yield from dict.fromkeys((default_config(shape), *_all(shape)))
 
 
 def _row(shape: GroupedShape) -> GroupedConfig:

@@ -83,13 +83,7 @@ def default_config(shape: QuantizedShape) -> QuantizedConfig:
 
 def candidates(shape: QuantizedShape) -> Iterator[QuantizedConfig]:
     """Yield the configurations worth measuring for these sizes, the default first."""
-    first = default_config(shape)
-    seen = {first}
-    yield first
-    for config in _all(shape):
-        if config not in seen:
-            seen.add(config)
-            yield config
+    yield from dict.fromkeys((default_config(shape), *_all(shape)))
 
 
 def _tile(shape: QuantizedShape, block_m: int) -> QuantizedConfig:
