@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from core.bench.rates import Rates, measure_rates
 from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.order import PassSwitches
-from core.compilation.rewriting import Rewriter
+from core.compilation.rewriting import Rewriter, bound_constants
 from core.explain.layers import OUTSIDE, compact, layer_of
 from core.explain.nodes import op_name, path_of
 from core.explain.step import step_graph
@@ -168,7 +168,8 @@ def profile_phase(
     with step_graph(loaded, device, phase, batch=batch, tokens=tokens, kv_cache_dtype=kv_cache_dtype) as step:
         rewriter = Rewriter(device, switches, strict=strict)
         traced = rewriter.rewrite(step.traced, tokens=(step.num_tokens, step.num_tokens)).traced
-        chosen = {choice.node: choice for choice in choose_implementations(traced.module, device.ops)}
+        choices = choose_implementations(traced.module, device.ops, constants=bound_constants(traced))
+        chosen = {choice.node: choice for choice in choices}
         names = {node.name: op_name(node) for node in traced.module.graph.nodes}
         ops = {name: chosen[name].op if name in chosen else op for name, op in names.items()}
         sizes = measure_moves(traced, step.inputs, ops)

@@ -17,7 +17,9 @@ from torch import fx
 from core.common.node_meta import value_of
 from core.common.ops.declaration import CanonicalOp, find_op
 from core.common.ops.implementation import Condition, OpCall, OpImplementation
+from core.common.passes.constants import Constants
 from core.common.passes.original import restore
+from core.common.passes.writes import find_writes
 from core.errors import LoweringError
 
 BREAK_POINT = "break_point"
@@ -49,20 +51,23 @@ def choose_implementations(
     *,
     mark: Collection[str] = (),
     providers: Mapping[str, str] = MappingProxyType({}),
+    constants: Constants | None = None,
 ) -> tuple[OpChoice, ...]:
     """Replace every canonical op in `graph`, in place; the first implementation whose condition holds wins.
 
     mark: qualified names of ops whose nodes get `meta["break_point"]`: what they become stays one node. providers: the
     name of the implementation, or `REFERENCE`, that the user wants for an op; calls that it refuses go to the others.
+    constants: what is bound to the graph, which conditions are told of.
     """
     choices = []
+    fixed = _fixed(graph, constants)
     pending = list(reversed(graph.graph.nodes))
     while pending:
         node = pending.pop()
         op = find_op(node.target) if node.op == "call_function" else None
         if op is not None:
             candidates = [i for i in implementations if i.op == op.qualified_name]
-            choice, restored = _choose(node, op, candidates, providers.get(op.qualified_name, ""))
+            choice, restored = _choose(node, op, candidates, providers.get(op.qualified_name, ""), fixed)
             if op.qualified_name in mark and not restored:
                 node.meta[BREAK_POINT] = op.qualified_name
                 if choice.implementation == REFERENCE and op.eager is not None:
@@ -71,6 +76,15 @@ def choose_implementations(
             pending += reversed(restored)  # a fused op may have been made from other canonical ops
     graph.recompile()
     return tuple(choices)
+
+
+def _fixed(graph: fx.GraphModule, constants: Constants | None) -> frozenset[fx.Node]:
+    """Return the placeholders of constants that nothing in the graph writes."""
+    if constants is None:
+        return frozenset()
+    names, writes = constants.names, find_writes(graph)
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    return frozenset(node for node in placeholders if node.name in names and not writes.writers(node))
 
 
 def implemented_ops(
@@ -110,10 +124,12 @@ def put_back_unimplemented(graph: fx.GraphModule, known: Collection[str]) -> int
 
 
 def _choose(
-    node: fx.Node, op: CanonicalOp, candidates: list[OpImplementation], wanted: str
+    node: fx.Node, op: CanonicalOp, candidates: list[OpImplementation], wanted: str, fixed: frozenset[fx.Node]
 ) -> tuple[OpChoice, list[fx.Node]]:
     """Choose for one call; return what it became, and the original nodes if it became these."""
-    call = bound_call(node, op)
+    named = (*zip(op.positional, node.args, strict=False), *node.kwargs.items())
+    constants = frozenset(name for name, value in named if isinstance(value, fx.Node) and value in fixed)
+    call = replace(bound_call(node, op), constants=constants)
     candidates = [each for each in candidates if _runs(each, wanted)]
     refused: list[tuple[str, str]] = []
     taking: list[OpImplementation] = []

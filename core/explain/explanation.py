@@ -18,7 +18,7 @@ from core.compilation.implementations import OpChoice, choose_implementations
 from core.compilation.rewrite.order import PassSwitches
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.rewrite.snapshot import Snapshot
-from core.compilation.rewriting import Rewriter, device_passes
+from core.compilation.rewriting import Rewriter, bound_constants, device_passes
 from core.compilation.trace.traced import TracedGraph
 from core.device import Device
 from core.explain.changes import Change, ChangeNotes, made_by, removed_by
@@ -176,7 +176,7 @@ def _explain(graph: PhaseGraph, device: Device, rewriter: Rewriter) -> PhaseExpl
     rewritten = rewriter.rewrite(_copy(graph.traced), sizes=sizes, watcher=watched)
     finished = Snapshot(rewritten.traced.module).module()
     start = time.perf_counter()
-    ops = choose_implementations(finished, device.ops)
+    ops = choose_implementations(finished, device.ops, constants=bound_constants(rewritten.traced))
     return PhaseExplanation(
         phase=graph.phase,
         stages=tuple(watched.stages),

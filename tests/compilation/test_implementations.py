@@ -11,6 +11,7 @@ from torch import Tensor, fx
 import core.common.ops.canonical  # noqa: F401  # declares rms_norm
 from core.common.ops.attention.paged import ATTENTION, reference
 from core.common.ops.implementation import OpCall, OpImplementation
+from core.common.passes.constants import Constants
 from core.compilation.implementations import OpChoice, choose_implementations
 from core.errors import LoweringError
 from tests.support import refused
@@ -120,3 +121,12 @@ def test_what_custom_op_makes_is_taken_as_the_op() -> None:
     choose_implementations(module, [made])
     assert made.fn is torch.ops.core_tests.norm.default
     assert torch.equal(module(torch.ones(2, 4)), torch.ones(2, 4))
+
+
+def test_conditions_are_told_which_arguments_are_constants_that_nothing_writes(arguments: dict[str, Any]) -> None:
+    told: list[frozenset[str]] = []
+    first = implementation(condition=lambda call: told.append(call.constants))
+    choose_implementations(graph(arguments), [first])
+    bound = {name: arguments[name] for name in ("query", "key_cache")}  # the op writes its caches
+    choose_implementations(graph(arguments), [first], constants=Constants(bound))
+    assert told == [frozenset(), frozenset({"query"})]

@@ -74,11 +74,15 @@ def with_non_finite(sample: Sample, names: tuple[str, ...]) -> Sample:
 
 
 def refusal(op: CanonicalOp, condition: Condition, kwargs: Mapping[str, Any]) -> str | None:
-    """Ask a condition as a compile does, on fake tensors, and return its reason; None where it accepts."""
+    """Ask a condition as a compile does, on fake tensors, and return its reason; None where it accepts.
+
+    What the op does not write counts as constant: nothing writes the arguments of a case while it runs.
+    """
     if condition is always:  # a condition that always accepts needs no fakes
         return None
     _, fakes = faked(kwargs)
-    return condition(op.bind((), fakes))
+    constants = frozenset(name for name, value in kwargs.items() if isinstance(value, Tensor)) - set(op.mutates)
+    return condition(op.bind((), fakes, constants=constants))
 
 
 def positional(op: CanonicalOp, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

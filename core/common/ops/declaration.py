@@ -99,13 +99,15 @@ class CanonicalOp:
         for name, kwargs in self.calls(Draw(dtype, device, self.seed)).items():
             yield Sample(name=name, kwargs=kwargs)
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpCall:
-        """Return the call with every argument by name and defaults filled in."""
+    def bind(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, constants: frozenset[str] = frozenset()
+    ) -> OpCall:
+        """Return the call with every argument by name and defaults filled in; constants: as `OpCall` has them."""
         arguments = self.overload._schema.arguments
         bound = {a.name: a.default_value for a in arguments if a.has_default_value()}
         bound.update(zip(self.positional, args, strict=False))
         bound.update(kwargs)
-        return OpCall(op=self.qualified_name, args=MappingProxyType(bound))
+        return OpCall(op=self.qualified_name, args=MappingProxyType(bound), constants=constants)
 
 
 def declare(op: CanonicalOp) -> CanonicalOp:

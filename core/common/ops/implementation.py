@@ -16,6 +16,9 @@ class OpCall:
     op: str
     #: every argument of the schema by name, defaults filled in; tensors are fake (shape, dtype, device only)
     args: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    #: names of tensors among them that are constants of the graph, bound to it and written by nothing in it: a kernel
+    #: may read these before earlier work of a step is done. Not known when `timed` is asked
+    constants: frozenset[str] = frozenset()
 
 
 Condition = Callable[[OpCall], str | None]

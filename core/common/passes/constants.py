@@ -38,6 +38,11 @@ class Constants:
         """The placeholders that passes have appended to the graph, each with its tensor, in the graph's order."""
         return tuple(self._added.items())
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The placeholders of all constants."""
+        return frozenset((*self._values, *self._added))
+
     def value(self, node: object) -> Tensor | None:
         """Return the constant of a placeholder, or None for inputs, sizes and all other nodes."""
         if not isinstance(node, fx.Node) or node.op != "placeholder":

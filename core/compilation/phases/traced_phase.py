@@ -21,6 +21,7 @@ from core.compilation.phases.counted import MAX_WAYS, CountedRun, first_uncovere
 from core.compilation.phases.phase import Runnable
 from core.compilation.report import TraceReport
 from core.compilation.rewrite.batch_invariant import choose_invariant
+from core.compilation.rewriting import bound_constants
 from core.compilation.trace.counters import put_back
 from core.errors import CaptureError, LoweringError, TraceError
 
@@ -213,10 +214,11 @@ class TracedPhase:
         start = time.perf_counter()
         with _blaming(rewritten.passes):
             choose = choose_implementations if options.deterministic is None else choose_invariant
-            ops = choose(rewritten.traced.module, self._request.device.ops, mark=break_names, providers=providers)
+            bound, module = bound_constants(rewritten.traced), rewritten.traced.module
+            ops = choose(module, self._request.device.ops, mark=break_names, providers=providers, constants=bound)
         for note in unmet(ops, providers):
             self._stages.account.note(note)
-        num_breaks = mark_breaks(rewritten.traced.module, break_names) if break_names else 0
+        num_breaks = mark_breaks(module, break_names) if break_names else 0
         measured = self._lowering.measure(rewritten.traced, ops, served) if options.measure else ()
         report = TraceReport(
             phase=self.name,
@@ -291,9 +293,7 @@ def _blaming(reports: Sequence[PassReport]) -> Iterator[None]:
     try:
         yield
     except (LoweringError, CaptureError) as error:
-        names = [
-            f"{report.name!r} of {report.owner}" for report in reports if report.matched and report.owner != "core"
-        ]
+        names = [f"{each.name!r} of {each.owner}" for each in reports if each.matched and each.owner != "core"]
         if names:
             error.remedy += f"; or compile with disable_passes: the graph was changed by {', '.join(names)}"
         raise

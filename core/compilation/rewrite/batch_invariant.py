@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from core.common.ops.declaration import declared_ops
+from core.common.passes.constants import Constants
 from core.compilation.implementations import REFERENCE, OpChoice, choose_implementations
 from core.compilation.rewrite.invariant_ops import is_function, name_of, why_not
 from core.errors import LoweringError, UsageError
@@ -73,10 +74,11 @@ def choose_invariant(
     *,
     mark: Collection[str] = (),
     providers: Mapping[str, str] = MappingProxyType({}),
+    constants: Constants | None = None,
 ) -> tuple[OpChoice, ...]:
     """Do what `choose_implementations` does, among those that declare themselves batch-invariant; `settle` the rest."""
     own = tuple(replace(each, on_request=False) for each in implementations if each.batch_invariant)
-    choices = choose_implementations(graph, own, mark=mark, providers=providers)
+    choices = choose_implementations(graph, own, mark=mark, providers=providers, constants=constants)
     settle(graph, choices, own)
     return choices
 

@@ -102,7 +102,7 @@ class _Phase:
         original = Snapshot(self.module).module()
         self._passes()
         module = Snapshot(self.module).module()
-        choices = choose_implementations(module, self.device.ops)
+        choices = choose_implementations(module, self.device.ops, constants=self.constants)
         inputs = [list(bind(module, values, self.constants).values()) for values in self.inputs]
         self.progress(f"{self.graph.phase}: {len(choices)} canonical ops")
         owner, sample = self.device.plugin.distribution, self.level == "sample"

@@ -56,6 +56,7 @@ _CONDITIONS: Mapping[torch._ops.OpOverload, Condition] = {
     norm.rms_norm_quantize: all_of(dtypes, code_dtype, code_regions, computes_in_fp32("x")),
     norm.add_rms_norm_quantize: all_of(dtypes, code_dtype, code_regions, computes_in_fp32("x", "residual")),
     activation.gated_activation_quantize: all_of(dtypes, code_dtype, code_regions),
+    quantized_linear.quantized_linear_early: quantized_linear.why_not_early,
     quantized_linear.quantized_linear: quantized_linear.why_not,
     quantized_linear.quantized_linear_library: quantized_linear.why_not_library,
     quantized_linear.quantized_linear_fast: quantized_linear.why_not_fast,
@@ -68,6 +69,7 @@ _CONDITIONS: Mapping[torch._ops.OpOverload, Condition] = {
 _TIMED: Mapping[torch._ops.OpOverload, Condition] = {
     linear.linear_other: linear.other_timed,
     linear.gated_linear_other: linear.other_timed,
+    quantized_linear.quantized_linear: quantized_linear.late_timed,
     quantized_linear.quantized_linear_library: quantized_linear.library_timed,
     weight_only.weight_only_linear_other: weight_only.other_timed,
 }

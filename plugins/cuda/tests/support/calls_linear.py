@@ -26,15 +26,22 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     for rows in (1, 8, 64):
         for columns, depth, gated in SIZES:
             gate = Gate("silu") if gated else None
-            call = partial(skinny_linear, half(rows, depth), half(columns, depth), gate=gate)
-            yield f"linear {rows} x {columns} x {depth}{', gated' if gated else ''}", call
+            x, weight = half(rows, depth), half(columns, depth)
+            name = f"linear {rows} x {columns} x {depth}{', gated' if gated else ''}"
+            yield name, partial(skinny_linear, x, weight, gate=gate)
+            config = default_config(rows, columns // (2 if gated else 1), depth, gated=gated, portable=True)
+            if config.kernel == "tile":
+                yield f"{name}, portable", partial(skinny_linear, x, weight, gate=gate, config=config)
     for rows in (1, 8, 64):
         for columns, depth, _ in SIZES[:3]:
             x, weight = (torch.empty(n, depth, dtype=torch.float8_e4m3fn) for n in (rows, columns))
             scales = (torch.empty(rows), torch.empty(columns))
-            for config in (default_config(rows, columns, depth, bits=8), *([ROW] if rows == 1 else [])):
+            configs = [default_config(rows, columns, depth, bits=8, portable=portable) for portable in (False, True)]
+            for config in dict.fromkeys((*configs, *([ROW] if rows == 1 else []))):
                 call = partial(skinny_linear, x, weight, scales=scales, out_dtype=torch.bfloat16, config=config)
                 yield f"codes {rows} x {columns} x {depth}, {config.kernel}", call
+                if config.kernel == "hopper":
+                    yield f"codes {rows} x {columns} x {depth}, early", partial(call, early=True)
     # The product is the host's own, so it is a small one.
     codes = torch.zeros(16, 64).to(torch.float8_e4m3fn)
     scales = (torch.empty(16), torch.empty(16))

@@ -18,13 +18,11 @@ from core.common.ops.implementation import OpCall
 from core.common.ops.linear.gated import GATED_LINEAR, LINEAR
 from core_cuda.ops.activation import Gate, gated_activation_fused
 from core_cuda.ops.linear.skinny import skinny_linear
-from core_cuda.ops.linear.skinny_configs import MAX_ROWS, SkinnyConfig, default_config, timed
+from core_cuda.ops.linear.skinny_configs import MAX_ROWS, SkinnyConfig, default_config, preferred_rows, timed
 from core_cuda.ops.registration import kernel_of
 from core_cuda.tuned import winner
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_MAX_UNMEASURED_ROWS = 16
-"""Rows up to which the kernels here serve sizes that nobody measured."""
 
 
 @kernel_of(LINEAR)
@@ -97,7 +95,7 @@ def _choose(x: Tensor, weight: Tensor, *, gated: bool) -> tuple[bool, SkinnyConf
         return True, None
     shape = {"rows": rows, "columns": columns, "depth": depth, "gated": gated}
     known, config = winner("linear", shape, ranged=("rows",))
-    if known or rows > _MAX_UNMEASURED_ROWS:
+    if known or rows > preferred_rows():
         return known, SkinnyConfig(**config) if config else None
     return False, default_config(rows, columns, depth, gated=gated)
 

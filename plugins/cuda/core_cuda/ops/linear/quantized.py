@@ -33,7 +33,7 @@ OUT_DTYPES = (torch.bfloat16, torch.float16)
 MAX_INT8_DEPTH = 2**31 // 128**2 - 1
 """Products of int8 whose sum int32 holds in any case."""
 _BITS = 8
-_MAX_UNMEASURED_ROWS = 32
+_FEW_ROWS, _FEW_ROWS_HOPPER = 32, 64
 """Rows up to which the kernels here serve sizes that nobody measured."""
 _MAX_TIMED_ROWS = 512
 """Rows up to which the library's other way is timed; beyond, the one that writes its result twice always loses."""
@@ -45,8 +45,10 @@ FAST_SLACK = 2.0
 _TOGETHER = ("x_codes", "x_scale", "w_codes", "w_scale", "bias", "out_dtype")
 
 
-def _product(choose: Callable[[int, int, int], SkinnyConfig], *, fast: bool = False) -> Callable[..., Tensor]:
-    """Return a kernel of the op. choose: takes rows, columns and depth; fast: as for `scaled_linear`."""
+def _product(
+    choose: Callable[[int, int, int], SkinnyConfig], *, fast: bool = False, early: bool = False
+) -> Callable[..., Tensor]:
+    """Return a kernel of the op. choose: takes rows, columns and depth; fast, early: as for `multiply`."""
 
     def product(
         x_codes: Tensor,
@@ -66,7 +68,8 @@ def _product(choose: Callable[[int, int, int], SkinnyConfig], *, fast: bool = Fa
         if w_codes.dtype == torch.int8:
             out = multiply_int8(x, w_codes, scales, bias, out_dtype, int8_config(x.shape[0], columns, depth))
         else:
-            out = multiply(x, w_codes, scales, bias, out_dtype, choose(x.shape[0], columns, depth), fast=fast)
+            config = choose(x.shape[0], columns, depth)
+            out = multiply(x, w_codes, scales, bias, out_dtype, config, fast=fast, early=early)
         return out.view(*x_codes.shape[:-1], columns)
 
     return product
@@ -81,16 +84,17 @@ def multiply(
     config: SkinnyConfig,
     *,
     fast: bool = False,
+    early: bool = False,
 ) -> Tensor:
     """Return `x @ weight.T * scales + bias` (M, N) as config says; its kernel may be one of `scaled_linear.WAYS` too.
 
     x (M, K) and weight (N, K) of fp8; scales: (M,) or (1,), and (N,) or (1,), fp32; bias (N,). Where the named kernel
     cannot give out_dtype, its sibling does. fast: as for `scaled_linear`; the plugin's own kernels sum in fp32 all the
-    same.
+    same. early: as for `skinny_linear`.
     """
     if config.kernel not in WAYS:
         x = x if x.stride(1) == 1 else x.contiguous()
-        out: Tensor = skinny_linear(x, weight, bias, scales=scales, out_dtype=out_dtype, config=config)
+        out: Tensor = skinny_linear(x, weight, bias, scales=scales, out_dtype=out_dtype, config=config, early=early)
         return out
     way = config.kernel if _is_narrow(out_dtype, bias) else "tensor"
     return scaled_linear(x.contiguous(), weight.contiguous(), scales, bias, out_dtype, way, fast=fast)
@@ -134,20 +138,24 @@ def _choose(rows: int, columns: int, depth: int) -> SkinnyConfig:
     known, config = _measured(rows, columns, depth)
     if known and config is not None:
         return SkinnyConfig(**config)
-    if rows <= _MAX_UNMEASURED_ROWS:
+    if rows <= _few_rows():
         return skinny_configs.default_config(rows, columns, depth, bits=_BITS)
     return _LIBRARY[_few_tiles(rows, columns)]
 
 
 def _other_library(rows: int, columns: int, depth: int) -> SkinnyConfig:
     """Return what `_choose` does not choose of the library where nobody measured."""
-    if rows <= _MAX_UNMEASURED_ROWS:
+    if rows <= _few_rows():
         return _LIBRARY[_few_tiles(rows, columns)]
     return _LIBRARY[not _few_tiles(rows, columns)]
 
 
 def _measured(rows: int, columns: int, depth: int) -> tuple[bool, Mapping[str, Any] | None]:
     return winner("quantized_linear", {"rows": rows, "columns": columns, "depth": depth}, ranged=("rows",))
+
+
+def _few_rows() -> int:
+    return _FEW_ROWS_HOPPER if skinny_configs.is_hopper() else _FEW_ROWS
 
 
 def _few_tiles(rows: int, columns: int) -> bool:
@@ -165,9 +173,14 @@ def library_timed(call: OpCall) -> str | None:
     if _measured(rows, columns, depth)[0]:
         return "what was measured on this GPU is known"
     one_scale = args["x_scale"].numel() == args["w_scale"].numel() == 1 and args["bias"] is None
-    if rows > _MAX_UNMEASURED_ROWS and (one_scale or not _is_narrow(args["out_dtype"], args["bias"])):
+    if rows > _few_rows() and (one_scale or not _is_narrow(args["out_dtype"], args["bias"])):
         return "both ways of the library are one for these scales and dtypes"
     return None
+
+
+def late_timed(call: OpCall) -> str | None:
+    """Say why the kernel that reads codes no earlier than it must is not worth timing."""
+    return "the same kernel that reads codes early is never slower"
 
 
 def _is_narrow(out_dtype: torch.dtype, bias: Tensor | None) -> bool:
@@ -175,6 +188,7 @@ def _is_narrow(out_dtype: torch.dtype, bias: Tensor | None) -> bool:
     return out_dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
 
 
+quantized_linear_early = kernel_of(QUANTIZED_LINEAR, "early")(_product(_choose, early=True))
 quantized_linear = kernel_of(QUANTIZED_LINEAR)(_product(_choose))
 quantized_linear_library = kernel_of(QUANTIZED_LINEAR, "library")(_product(_other_library))
 quantized_linear_fast = kernel_of(QUANTIZED_LINEAR, "fast")(_product(_choose, fast=True))
@@ -209,6 +223,15 @@ def why_not(call: OpCall) -> str | None:
         given = ", ".join(map(str, OUT_DTYPES))
         return f"out_dtype is {args['out_dtype']}, and products of codes are summed exactly enough for {given} only"
     return None
+
+
+def why_not_early(call: OpCall) -> str | None:
+    """Return why codes cannot be read before earlier kernels have ended, or None."""
+    if "w_codes" not in call.constants:
+        return "w_codes are no constant that is bound to the graph, and can't be read ahead of time"
+    if call.args["w_codes"].dtype != CODE or not skinny_configs.is_hopper():
+        return f"it reads {CODE} ahead of time at compute capability 9 only"
+    return why_not(call)
 
 
 def why_not_library(call: OpCall) -> str | None:

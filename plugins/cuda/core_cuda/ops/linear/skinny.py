@@ -1,10 +1,10 @@
 """Matrix products with few rows: `x (M, K) @ weight (N, K).T`, whose time is that of reading the weight.
 
-Two kernels. `_row_kernel` serves one row: sums of products on the ordinary units, no tile is wasted. `_tile_kernel`
-serves up to 128 rows on the matrix units; its tiles are tall in N, and K is split over several programs where the tiles
-alone would leave multiprocessors idle (split-K as in Osama et al., Stream-K, arXiv 2301.03598, with equal shares; the
-last program of a tile to arrive adds up the shares). Both can end in the gate of a gated MLP, for which a program
-computes the same columns of gate and up.
+Two kernels here, and for compute capability 9 another (hopper.py). `_row_kernel` serves one row: sums of products on
+the ordinary units, no tile is wasted. `_tile_kernel` serves up to 128 rows on the matrix units; its tiles are tall in
+N, and K is split over several programs where the tiles alone would leave multiprocessors idle (split-K as in Osama et
+al., Stream-K, arXiv 2301.03598, with equal shares; the last program of a tile to arrive adds up the shares). Each can
+end in the gate of a gated MLP, for which a program computes the same columns of gate and up.
 
 A weight is never written while a model serves, so its first part is read, or fetched into the L2 cache, before the
 kernel waits for the one before it.
@@ -20,6 +20,7 @@ from torch import Tensor
 from core_cuda.ops import launching
 from core_cuda.ops.activation import Gate, gate_product
 from core_cuda.ops.launching import Early, start_next, wait_for_inputs
+from core_cuda.ops.linear.hopper import hopper_linear, takes
 from core_cuda.ops.linear.skinny_configs import SkinnyConfig, default_config
 from core_cuda.ops.workspace import counters
 
@@ -204,12 +205,14 @@ def skinny_linear(
     scales: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
     config: SkinnyConfig | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Return `x @ weight.T + bias`, gated if asked: (M, K) and (N, K) -> (M, N), or (M, N / 2) behind a gate.
 
     M is 1 to `MAX_ROWS`; x and weight have one dtype, their rows lie in one run of memory each; bias (N,). scales: of
     x (M,) and of weight (N,), fp32, for codes of fp8. out_dtype defaults to x's. config defaults to `default_config`.
-    Accumulates in fp32 and rounds once, at the end.
+    early: whether codes may be read before earlier kernels have ended, as numbers always are. Accumulates in fp32 and
+    rounds once, at the end.
     """
     num_rows, depth = x.shape
     columns = weight.shape[0] // 2 if gate else weight.shape[0]
@@ -217,6 +220,11 @@ def skinny_linear(
     out = x.new_empty((num_rows, columns), dtype=out_dtype or x.dtype)
     gated = gate or Gate("")
     first, second = (0, columns) if gated.gate_first else (columns, 0)
+    if config.kernel == "hopper":
+        if takes(x, weight):
+            hopper_linear(x, weight, bias, out, gate, scales, config, early=early or scales is None)
+            return out
+        config = default_config(num_rows, columns, depth, gated=gate is not None, bits=8 * x.itemsize, portable=True)
     epilogue = {"KIND": gated.kind, "LIMIT": gated.limit, "UP_OFFSET": gated.up_offset, "HAS_BIAS": bias is not None}
     tiles = triton.cdiv(columns, config.block_n)
     bias = out if bias is None else bias.contiguous()  # any pointer if there is none: it is not read

@@ -14,9 +14,14 @@ MAX_ROWS = 128
 _SHARED_BYTES = 100 * 1024  # where two programs are to fit a multiprocessor
 _LEFT_BYTES = 7 * 1024  # what a program that has a multiprocessor for itself leaves of its shared memory
 _DRIFTING = 4
-_FEW_ROWS, _MANY_ROWS = 32, 64
+_PREFERRED_ROWS, _FEW_ROWS, _MANY_ROWS = 16, 32, 64
 _NARROW, _WIDE, _ROUNDS = 32, 128, 4
 """Columns of a tile for many rows; and how often wide ones have to fill the multiprocessors."""
+_HOPPER_COLUMNS = 64
+_HOPPER_ROW_BYTES, _HOPPER_STAGES, _MOST_HOPPER_STAGES = 512, 4, 12
+"""Of the kernel for compute capability 9: bytes of a row of the weight in a tile, of gate and up together; and how many
+tiles of 64 rows have to be under way, or it has half of these bytes."""
+_MAX_SPLITS = 8
 _ROW_TILES = ((2, 2048, 4), (4, 1024, 4), (8, 512, 4), (8, 1024, 4), (16, 512, 8), (4, 512, 2))
 """block_n, block_k and num_warps worth trying for a single row."""
 _TILES = (
@@ -35,7 +40,8 @@ _TILES = (
 class SkinnyConfig:
     """The configuration of a product."""
 
-    #: "tile"; or "row", for a single row of x, which reads none of num_stages, split_k, swap and fetch
+    #: "tile"; "row", for a single row of x, which reads none of num_stages, split_k, swap and fetch; or "hopper", for
+    #: compute capability 9, which reads block_k, num_stages and split_k
     kernel: str
     #: rows of the weight's tile
     block_n: int
@@ -53,15 +59,21 @@ class SkinnyConfig:
     fetch: bool = False
 
 
-def default_config(rows: int, columns: int, depth: int, *, gated: bool = False, bits: int = 16) -> SkinnyConfig:
+def default_config(
+    rows: int, columns: int, depth: int, *, gated: bool = False, bits: int = 16, portable: bool = False
+) -> SkinnyConfig:
     """Return a configuration for x (rows, depth) times a weight (columns, depth), or (2 * columns, depth) if gated.
 
-    bits: per element of x and weight. It is a guess from the sizes alone, used for sizes that were not measured.
+    bits: per element of x and weight; portable: of the kernels that every GPU has. It is a guess from the sizes alone,
+    used for sizes that were not measured.
     """
     units = launching.num_multiprocessors()
     if rows == 1 and bits >= 16:
         block_n = next((size for size in (8, 4) if triton.cdiv(columns, size) >= 4 * units), 2)
         return SkinnyConfig("row", block_n // 2 if gated else block_n, 1024)
+    if is_hopper() and not portable:
+        split_k = _hopper_split(rows, columns, depth, gated=gated, bits=bits)
+        return _hopper(rows, split_k, gated=gated, bits=bits)
     if rows > 32 and timed(rows, columns, gated=gated) and bits >= 16:
         return _many_rows(rows, columns, depth)
     block_n = 128 if rows > 32 and columns >= 128 * units // 4 and not gated else 64
@@ -72,15 +84,26 @@ def default_config(rows: int, columns: int, depth: int, *, gated: bool = False, 
     return SkinnyConfig("tile", block_n, block_k, 4, stages, split_k, swap=rows <= 64)
 
 
+def is_hopper() -> bool:
+    """Tell whether the current GPU has the kernel for compute capability 9, which Triton's interpreter cannot run."""
+    return not launching.INTERPRETED and launching.capability()[0] == 9
+
+
+def preferred_rows() -> int:
+    """Return up to how many rows the plugin's kernels serve products that nobody measured."""
+    return _MANY_ROWS if is_hopper() else _PREFERRED_ROWS
+
+
 def timed(rows: int, columns: int, *, gated: bool = False) -> bool:
     """Tell whether the default of such a size is worth timing against cuBLAS, where nobody measured it.
 
     Up to 32 rows always. Up to 64 where the result has so few columns that narrow tiles of them fill the
     multiprocessors about once, or so many that wide tiles fill them several times: on an H100 and an H200 kernels of
-    the plugin won there by up to 8 %. Between these, behind a gate and for more rows they lost at every size.
+    the plugin won there by up to 8 %. Between these, behind a gate and for more rows they lost at every size. The
+    kernel for compute capability 9 is always timed.
     """
-    if rows <= _FEW_ROWS:
-        return True
+    if rows <= _FEW_ROWS or is_hopper():
+        return rows <= MAX_ROWS
     tiles = columns / launching.num_multiprocessors()
     return rows <= _MANY_ROWS and not gated and (tiles <= _NARROW or tiles >= _WIDE * _ROUNDS)
 
@@ -94,6 +117,34 @@ def _many_rows(rows: int, columns: int, depth: int) -> SkinnyConfig:
         return SkinnyConfig("tile", _NARROW, 256, 4, max(stages, 1), split_k)
     most = min(_SHARED_BYTES, launching.shared_bytes_of_two())
     return SkinnyConfig("tile", _WIDE, 128, 8, max(1, _stages(rows, _WIDE, 128, gated=False, bits=16, most=most)))
+
+
+def _hopper(rows: int, split_k: int, *, gated: bool, bits: int, halves: int = 1) -> SkinnyConfig:
+    """Return a configuration with tiles of 64 rows of the weight; halves: into how many its default depth is cut."""
+    height, parts = max(8, triton.next_power_of_2(rows)), 2 if gated else 1
+    room = _most_shared() - 2 * _HOPPER_COLUMNS * height  # where results change places before they are stored
+    row_bytes = _HOPPER_ROW_BYTES // parts // halves
+    stages = room // ((_HOPPER_COLUMNS * parts + height) * row_bytes)
+    if stages * parts < _HOPPER_STAGES:
+        row_bytes, stages = row_bytes // 2, stages * 2
+    stages = min(_MOST_HOPPER_STAGES, stages)
+    return SkinnyConfig("hopper", _HOPPER_COLUMNS, row_bytes * 8 // bits, 4, stages, split_k, swap=True)
+
+
+def _hopper_split(rows: int, columns: int, depth: int, *, gated: bool, bits: int) -> int:
+    """Return how many programs share a tile's K: what takes least by times measured on an H100, in bytes of the weight.
+
+    With p programs the memory's rate is that of all of them times p / (p + 14 + rows / 4); waiting for and adding the
+    sums of one more program takes as long as some MB.
+    """
+    tiles, units = triton.cdiv(columns, _HOPPER_COLUMNS), launching.num_multiprocessors()
+    num_bytes = columns * depth * bits // 8 * (2 if gated else 1)
+
+    def cost(split: int) -> float:
+        slower = 1 + (14 + rows / 4) / min(tiles * split, units)
+        return float(num_bytes * slower + (split - 1) * (1.6e6 + 64e3 * rows))
+
+    return min(range(1, max(1, min(_MAX_SPLITS, units // tiles)) + 1), key=cost)
 
 
 def candidates(rows: int, columns: int, depth: int, *, gated: bool = False, bits: int = 16) -> Iterator[SkinnyConfig]:
@@ -111,6 +162,11 @@ def _all(rows: int, columns: int, depth: int, *, gated: bool, bits: int) -> Iter
     if rows == 1 and bits >= 16:
         for block_n, block_k, warps in _ROW_TILES:
             yield SkinnyConfig("row", block_n, block_k, warps)
+    if is_hopper():
+        tiles = triton.cdiv(columns, _HOPPER_COLUMNS)
+        for split_k in range(1, max(1, min(_MAX_SPLITS, units // tiles)) + 1):
+            for halves in (1, 2):
+                yield _hopper(rows, split_k, gated=gated, bits=bits, halves=halves)
     for block_n, block_k, swap, warps in _TILES:
         deep = block_k * 16 // bits
         if swap and rows > 64:
