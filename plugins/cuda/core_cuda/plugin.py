@@ -16,6 +16,7 @@ from core.common.inductor import INLINE_AND_INDUCTOR
 from core.common.kernel_compilers import KernelCompiler
 from core.common.lowering import Lowerings
 from core.common.ops.implementation import OpImplementation
+from core.common.passes import Pass
 from core.device import Capabilities, DeviceParts, MemoryInfo
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
@@ -88,6 +89,17 @@ def core_register_ops(context: DeviceContext) -> Sequence[OpImplementation]:
     from core_cuda.implementations import IMPLEMENTATIONS
 
     return (*IMPLEMENTATIONS, *collective.IMPLEMENTATIONS, *collective_norm.IMPLEMENTATIONS, *implementations())
+
+
+@hookimpl
+def core_register_passes(context: DeviceContext) -> Sequence[Pass]:
+    """Rewrite graphs for kernels of the plugin that implement no canonical op, where these can run."""
+    properties = torch.cuda.get_device_properties(context.parts.torch_device)
+    if kernels_missing((properties.major, properties.minor)):
+        return ()
+    from core_cuda.passes.registry import PASSES
+
+    return PASSES
 
 
 def _flashinfer() -> KernelCompiler:

@@ -49,7 +49,8 @@ KERNELS: dict[str, set[str]] = {
     "linear": {"_row_kernel", "_tile_kernel", "hopper_linear_kernel", "_scale_kernel"},
     "weight_only": {"coded_kernel", "_dequantize_kernel"},
     "rows": {
-        *("norm_kernel", "long_norm_kernel", "_gate_kernel", "_rows_kernel", "_parts_kernel", "_whole_scale_kernel"),
+        *("norm_kernel", "long_norm_kernel", "pair_norm_kernel", "normed_sum_kernel"),
+        *("_gate_kernel", "_rows_kernel", "_parts_kernel", "_whole_scale_kernel"),
         *("_argmax_kernel", "bounds_kernel", "histogram_kernel", "choose_kernel"),
     },
     "attention": {"decode_kernel"},
@@ -70,6 +71,8 @@ OTHERS = (
     *("weight-only int", "weight-only fp8", "int8 by int8", "kind int", "kind fp8", "numbers of int", "numbers of fp8"),
     *(
         "rms_norm 1x4096",
+        "two_rms_norms 64x4096",
+        "normed_sum 64x4096",
         "quantize token 1x4096",
         "quantize int8 1x4096",
         "gate_quantize group 1x8192",

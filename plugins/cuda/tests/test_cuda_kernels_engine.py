@@ -56,8 +56,9 @@ def device_of(kernel_device: torch.device) -> Device:
     if kernel_device.type == "cuda":
         return select_device("cuda")
     from core_cuda.implementations import IMPLEMENTATIONS
+    from core_cuda.passes.registry import PASSES
 
-    return acme(ops=IMPLEMENTATIONS)
+    return acme(ops=IMPLEMENTATIONS, passes=PASSES)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,27 @@ def test_a_model_runs_on_the_kernels_alone(name: str, dtype: torch.dtype, kernel
         for trace in engine.report().traces:
             chosen: Counter[Any] = Counter(choice.op for choice in trace.ops if choice.implementation[:5] == "cuda_")
             assert chosen == {**SAME, **(IN_FP32 if dtype == torch.float32 else EXPECTED[name])}, trace.phase
+        result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
+    assert result.passed and result.verdict is not None and result.verdict.passed
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("olmo2", torch.bfloat16, {"join_rms_norms": LAYERS, "fuse_normed_sum": 2 * LAYERS}),
+        ("gemma3_text", torch.float32, {"join_rms_norms": 0, "fuse_normed_sum": 2 * LAYERS}),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
+def test_norms_of_a_model_share_launches(
+    name: str, dtype: torch.dtype, expected: dict[str, int], kernel_device: torch.device
+) -> None:
+    device = device_of(kernel_device)
+    loaded = build_model(tiny_config(name), torch_device=device.torch_device, dtype=dtype)
+    with Engine(loaded, device, CONFIG) as engine:
+        for trace in engine.report().traces:
+            assert {report.name: report.matched for report in trace.passes if report.name in expected} == expected
         result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
     assert result.passed and result.verdict is not None and result.verdict.passed
 

@@ -1,4 +1,5 @@
-"""Kernels as torch ops: `core_cuda::name` with the schema and the fake of the canonical op that it implements."""
+"""Kernels as torch ops: `core_cuda::name` with the schema and the fake of the canonical op that it implements, or,
+where a pass of the plugin makes the calls, of its own."""
 
 from __future__ import annotations
 
@@ -14,6 +15,29 @@ NAMESPACE = "core_cuda"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 OP_OF: dict[torch._ops.OpOverload, str] = {}
 """The canonical op, as `core::attention`, of each kernel that was registered."""
+
+
+def own_kernel(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
+    """Return the decorator that registers a function as a kernel `core_cuda::name` that implements no canonical op.
+
+    schema: torch's, without a namespace. A pass of the plugin brings such a kernel into graphs. fake: returns tensors
+    of the results' shapes, dtypes and strides. The function gets the call's arguments as they stand; the GPU of the
+    first one is current.
+    """
+
+    def register(function: Callable[..., Any]) -> torch._ops.OpOverload:
+        def run(first: Tensor, *operands: Any, **options: Any) -> Any:
+            with torch.cuda.device_of(first):
+                return function(first, *operands, **options)
+
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+        overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        return overload
+
+    return register
 
 
 def kernel_of(op: CanonicalOp, variant: str = "") -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:

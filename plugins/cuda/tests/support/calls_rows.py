@@ -9,6 +9,8 @@ import torch
 
 from core_cuda.ops import activation, quantize
 from core_cuda.ops.norm import norms as norm
+from core_cuda.ops.norm import pair
+from core_cuda.ops.norm.normed_sum import normed_sum, normed_sum_rms_norm
 from core_cuda.ops.sampling import argmax
 from core_cuda.ops.sampling import sample as sampling
 
@@ -32,6 +34,12 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             name = f"{tokens}x{width}"
             yield f"rms_norm {name}", partial(norm.rms_norm, x, weight, 1e-5, **llama)
             yield f"add_rms_norm {name}", partial(norm.add_rms_norm, x, x, weight, 1e-5, **llama)
+            yield f"normed_sum {name}", partial(normed_sum, x, x, weight, 1e-5, **llama)
+            gemma = {"offset": 1.0, "weight_dtype": torch.float32}
+            both = {**gemma, **{f"next_{key}": value for key, value in gemma.items()}}
+            yield f"normed_sum_rms_norm {name}", partial(normed_sum_rms_norm, x, x, weight, 1e-6, weight, 1e-6, **both)
+            narrow = torch.empty(1, tokens, 1024, dtype=BF16)
+            yield f"two_rms_norms {name}", partial(pair.two_rms_norms, x, narrow, weight, narrow[0, 0], 1e-6)
             for form, codes in list(CODES.items())[: None if tokens == 1 else 1]:
                 coded = partial(norm.add_rms_norm_quantize, x, x, weight, 1e-5, **codes, **llama)
                 yield f"add_rms_norm_quantize {form} {name}", coded

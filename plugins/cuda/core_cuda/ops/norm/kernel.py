@@ -17,7 +17,7 @@ from core_cuda.ops.rows import row_starts
 
 
 @triton.jit
-def _per_column(weight, columns, mask, OFFSET: tl.constexpr, FACTOR: tl.constexpr):
+def per_column(weight, columns, mask, OFFSET: tl.constexpr, FACTOR: tl.constexpr):
     """Return the weight with its offset, rounded to FACTOR at each step, fp32 (1, columns)."""
     factor = tl.load(weight + columns, mask=mask, other=0.0).to(FACTOR).to(tl.float32)
     if OFFSET != 0.0:
@@ -26,7 +26,7 @@ def _per_column(weight, columns, mask, OFFSET: tl.constexpr, FACTOR: tl.constexp
 
 
 @triton.jit
-def _fetch_columns(weight, WIDTH: tl.constexpr):
+def fetch_columns(weight, WIDTH: tl.constexpr):
     """Fetch a weight into the L2 cache; a model may compute it in the kernel before this one, so it is read later."""
     LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # 128 bytes
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(WIDTH, LINE))
@@ -47,7 +47,7 @@ def _summed(x, residual, total, x_at, residual_at, total_at, mask, STORE: tl.con
 
 
 @triton.jit
-def _scaled(normed, factor, shift, NORMED: tl.constexpr, PRODUCT: tl.constexpr, STORED: tl.constexpr):
+def scaled(normed, factor, shift, NORMED: tl.constexpr, PRODUCT: tl.constexpr, STORED: tl.constexpr):
     """Return the normalised rows times factor plus shift, either None, as they are stored without codes; fp32."""
     normed = normed.to(NORMED).to(tl.float32)
     if factor is not None:
@@ -85,26 +85,26 @@ def norm_kernel(
     if OVERLAP:  # noqa: SIM102  a constant of the compiler, decided before the other condition is looked at
         if tl.program_id(0) == 0:  # one for all: as many fetches as there are rows took longer than the rows
             if weight is not None:
-                _fetch_columns(weight, WIDTH)
+                fetch_columns(weight, WIDTH)
             if bias is not None:
-                _fetch_columns(bias, WIDTH)
+                fetch_columns(bias, WIDTH)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     if EARLY:
         if weight is not None:
-            factor = _per_column(weight, columns, inside, OFFSET, FACTOR)
+            factor = per_column(weight, columns, inside, OFFSET, FACTOR)
         if bias is not None:
-            shift = _per_column(bias, columns, inside, 0.0, FACTOR)
+            shift = per_column(bias, columns, inside, 0.0, FACTOR)
     values = _summed(x, residual, total, x_at, residual_at, total_at, mask, True)
     if CENTER:
         values = tl.where(mask, values - (tl.sum(values, axis=1) / WIDTH)[:, None], 0.0)
     deviation = tl.rsqrt(tl.sum(values * values, axis=1) / WIDTH + eps)
     if not EARLY:
         if weight is not None:
-            factor = _per_column(weight, columns, inside, OFFSET, FACTOR)
+            factor = per_column(weight, columns, inside, OFFSET, FACTOR)
         if bias is not None:
-            shift = _per_column(bias, columns, inside, 0.0, FACTOR)
-    result = _scaled(values * deviation[:, None], factor, shift, NORMED, PRODUCT, STORED)
+            shift = per_column(bias, columns, inside, 0.0, FACTOR)
+    result = scaled(values * deviation[:, None], factor, shift, NORMED, PRODUCT, STORED)
     if given is not None:
         whole = tl.load(given).to(tl.float32)
         tl.store(scale, whole, mask=tl.program_id(0) == 0)
@@ -158,8 +158,8 @@ def long_norm_kernel(
         factor = None
         shift = None
         if weight is not None:
-            factor = _per_column(weight, c + columns, inside, OFFSET, FACTOR)
+            factor = per_column(weight, c + columns, inside, OFFSET, FACTOR)
         if bias is not None:
-            shift = _per_column(bias, c + columns, inside, 0.0, FACTOR)
-        result = _scaled((values - mean[:, None]) * deviation, factor, shift, NORMED, PRODUCT, STORED)
+            shift = per_column(bias, c + columns, inside, 0.0, FACTOR)
+        result = scaled((values - mean[:, None]) * deviation, factor, shift, NORMED, PRODUCT, STORED)
         tl.store(out + out_at + c, result, mask=inside[None, :])

@@ -1,0 +1,71 @@
+"""Modules in which the plugin's passes must match, for the conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+Example = tuple[nn.Module, tuple[Tensor, ...]]
+
+
+class _Norm(nn.Module):
+    """An RMSNorm as models write it, rounded to x's dtype before the weight (`rounds`) or once at the end."""
+
+    def __init__(self, width: int, generator: torch.Generator, *, rounds: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + 0.3 * torch.randn(width, generator=generator))
+        self.rounds = rounds
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * normed.to(x.dtype) if self.rounds else (self.weight * normed).to(x.dtype)
+
+
+class _QueryAndKey(nn.Module):
+    """Query and key of one product, each normed over all its heads, or head by head with the heads first."""
+
+    def __init__(self, query: int, key: int, *, by_head: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(70)
+        self.product = nn.Parameter(torch.randn(query + key, 24, generator=generator) / 5)
+        sizes = (8, 8) if by_head else (query, key)
+        self.norms = nn.ModuleList(_Norm(size, generator, rounds=by_head) for size in sizes)
+        self.widths, self.by_head = (query, key), by_head
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        parts = (x @ self.product.t()).split(self.widths, -1)
+        if self.by_head:
+            parts = tuple(part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in parts)
+        first, second = (norm(part) for norm, part in zip(self.norms, parts, strict=True))
+        return first.sin(), second.cos()
+
+
+def norm_pairs() -> Iterator[Example]:
+    """Yield norms of query and key, of unequal widths and of heads."""
+    x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(71))
+    yield _QueryAndKey(48, 16, by_head=False), (x,)
+    yield _QueryAndKey(32, 16, by_head=True), (x,)
+
+
+class _Normed(nn.Module):
+    """Layers that norm their result before they add it, and norm the sum before the next one, or not."""
+
+    def __init__(self, width: int, *, then: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(72)
+        self.after = nn.ModuleList(_Norm(width, generator, rounds=True) for _ in range(2))
+        self.before = nn.ModuleList(_Norm(width, generator, rounds=False) for _ in range(2)) if then else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, norm in enumerate(self.after):
+            x = x + norm((x if self.before is None else self.before[index](x)).sin())
+        return x
+
+
+def normed_sums() -> Iterator[Example]:
+    """Yield sums with the norm of the sum and without."""
+    for then in (True, False):
+        yield _Normed(40, then=then), (torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(73)),)

@@ -1,0 +1,8 @@
+"""The passes that the plugin registers. Imports Triton, so it is imported only if `kernels_missing` returns ""."""
+
+from __future__ import annotations
+
+from core_cuda.passes.norm_pairs import JOIN_RMS_NORMS
+from core_cuda.passes.normed_sums import FUSE_NORMED_SUM
+
+PASSES = (JOIN_RMS_NORMS, FUSE_NORMED_SUM)
