@@ -11,15 +11,13 @@ from typing import Any
 import torch
 
 from core.common.graphs.streams import StreamGraphBackend
+from core_cuda.streams import keep_workspaces
 
 _BROKEN: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture broke; see `CUDAGraphs.abandon`."""
 
 _STREAMS: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 """Capture streams of closed programs, by GPU."""
-
-_WORKSPACES: dict[tuple[torch.device, int], torch.cuda.MemPool] = {}
-"""By GPU and stream: the memory of cuBLAS's workspace for that stream, never given back; see `_keep_workspace`."""
 
 
 def cuda_graph_backend(device: torch.device) -> StreamGraphBackend:
@@ -47,7 +45,7 @@ class CUDAGraphs:
             stream.wait_stream(caller)
             try:
                 with torch.cuda.stream(stream):
-                    _keep_workspace(stream)
+                    keep_workspaces(stream)
                     yield
             finally:
                 caller.wait_stream(stream)
@@ -89,24 +87,6 @@ class CUDAGraphs:
         if stream is not None:
             _STREAMS[stream.device].append(stream)
         torch.cuda.empty_cache()
-
-
-def _keep_workspace(stream: torch.cuda.Stream) -> None:
-    """Have cuBLAS's workspace for the current stream lie in memory that stays mapped and is used for nothing else.
-
-    torch holds one for each stream on which it multiplied, and a captured product holds its address. Whoever calls
-    `torch._C._cuda_clearCublasWorkspaces` gives them all back, as `torch.compile(mode="reduce-overhead")` does each
-    time it records: graphs captured before would go on to write into memory that is others' by then.
-    """
-    if torch.cuda.get_allocator_backend() != "native":
-        return  # the only one with pools that a program can hold
-    pool = _WORKSPACES.get((stream.device, stream.cuda_stream))
-    if pool is None:
-        pool = _WORKSPACES[stream.device, stream.cuda_stream] = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(pool, stream.device):
-        # Where it was cleared, this allocates it again: at its old place, since nothing else lies in this pool.
-        small = torch.zeros(16, 16, device=stream.device)
-        torch.mm(small, small)
 
 
 def _take_stream(device: torch.device) -> torch.cuda.Stream:

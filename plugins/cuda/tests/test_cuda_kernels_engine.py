@@ -99,6 +99,18 @@ def test_norms_of_a_model_share_launches(
     assert result.passed and result.verdict is not None and result.verdict.passed
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
+def test_shared_experts_run_beside_the_others_on_request(kernel_device: torch.device) -> None:
+    device = device_of(kernel_device)
+    loaded = build_model(tiny_config("qwen2_moe"), torch_device=device.torch_device, dtype=torch.bfloat16)
+    asked = replace(CONFIG.options, enable_passes=("overlap_shared_experts",))
+    with Engine(loaded, device, replace(CONFIG, options=asked)) as engine:
+        for trace in engine.report().traces:
+            assert {report.name: report.matched for report in trace.passes}["overlap_shared_experts"] == LAYERS
+        result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
+    assert result.passed and result.verdict is not None and result.verdict.passed
+
+
 @pytest.mark.parametrize("scheme", ["", "fp8-static"])
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
 def test_a_cache_of_codes_is_served_by_the_kernels(scheme: str, kernel_device: torch.device) -> None:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-import core
 from core.common.numerics import judge
 from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
-from core.common.passes import Pass
-from core.compilation.rewrite.pass_report import PassReport
-from core.device import Device
 from core.errors import CoreError
 from core.verify.planted import Mistake, with_mistake
 from tests.kernel_cases import DTYPES, laid_out, randn
-from tests.recording import acme
 
 pytest.importorskip("triton", reason="needs triton")
-from core_cuda.implementations import IMPLEMENTATIONS
+from compiled_passes import compiled, device_with
+
 from core_cuda.ops.norm import normed_sum as sums
 from core_cuda.ops.norm import norms
 from core_cuda.ops.norm.pair import two_rms_norms, why_not
@@ -35,27 +30,6 @@ ROUNDING: list[dict[str, Any]] = [
     {"offset": 1.0, "weight_dtype": torch.float32},
     {"out_dtype": torch.float32},
 ]
-
-
-def device_with(kernel_device: torch.device, *passes: Pass) -> Device:
-    if kernel_device.type == "cuda":
-        return replace(core.select_device("cuda"), passes=passes)
-    return acme(ops=IMPLEMENTATIONS, passes=passes)
-
-
-def compiled(
-    model: nn.Module, device: Device, x: Tensor, name: str, **options: Any
-) -> tuple[core.Program, PassReport | None]:
-    """Compile for inputs like x; return the report of the pass of that name too."""
-    program = core.compile(
-        model.eval().to(device.torch_device, x.dtype),
-        device,
-        inputs={"x": core.InputSpec(("rows", *x.shape[1:]), x.dtype)},
-        buckets=[len(x)],
-        options=core.CompileOptions(lowering="inline", examples=[{"x": x.to(device.torch_device)}], **options),
-    )
-    reports = program.report().traces[0].passes
-    return program, next((each for each in reports if each.name == name), None)
 
 
 class Norm(nn.Module):
@@ -125,11 +99,12 @@ def test_every_site_is_one_launch_with_the_numbers_of_the_graph_before(
     declared, model = SITES[name]
     x = randn(5, 96 if model is Sandwich else 128, dtype=dtype)
     device = device_with(kernel_device, declared)
-    program, report = compiled(model(), device, x, name, verify="full", strict=True)
-    assert report is not None and (report.matched, report.near_misses) == (2, ())
+    program, reports = compiled(model(), device, x, verify="full", strict=True)
+    report = reports[name]
+    assert (report.matched, report.near_misses) == (2, ())
     assert report.verification == "verified"
-    apart, absent = compiled(model(), device, x, name, disable_passes=(name,))
-    assert absent is None or not absent.matched
+    apart, reports = compiled(model(), device, x, disable_passes=(name,))
+    assert name not in reports
     results = [each(x=x.to(device.torch_device)).cpu() for each in (program, apart)]
     verdict = judge(*results, model().to(dtype).double()(x.double()))
     assert verdict.passed, verdict
@@ -141,8 +116,8 @@ def test_every_example_has_a_match(name: str, kernel_device: torch.device) -> No
     declared, _ = SITES[name]
     assert declared.examples is not None
     for model, (x,) in declared.examples():
-        report = compiled(model, device_with(kernel_device, declared), x, name, strict=True)[1]
-        assert report is not None and report.matched > 0, model
+        reports = compiled(model, device_with(kernel_device, declared), x, strict=True)[1]
+        assert reports[name].matched > 0, model
 
 
 @pytest.mark.parametrize(
@@ -155,8 +130,8 @@ def test_sums_of_another_form_stay(
     model: nn.Module, matched: int, reason: str | None, kernel_device: torch.device
 ) -> None:
     device = device_with(kernel_device, FUSE_NORMED_SUM)
-    report = compiled(model, device, randn(5, 96), "fuse_normed_sum", strict=True)[1]
-    assert report is not None and report.matched == matched
+    report = compiled(model, device, randn(5, 96), strict=True)[1]["fuse_normed_sum"]
+    assert report.matched == matched
     assert [str(reason) in miss.reason for miss in report.near_misses] == [True] * (reason is not None)
 
 
@@ -172,8 +147,8 @@ def test_sums_of_another_form_stay(
 @torch.no_grad()
 def test_norms_that_differ_stay_apart(model: nn.Module, reason: str | None, kernel_device: torch.device) -> None:
     device = device_with(kernel_device, JOIN_RMS_NORMS)
-    report = compiled(model, device, randn(5, 128), "join_rms_norms", strict=True)[1]
-    assert report is not None and report.matched == 0
+    report = compiled(model, device, randn(5, 128), strict=True)[1]["join_rms_norms"]
+    assert report.matched == 0
     assert [reason is not None and reason in miss.reason for miss in report.near_misses] == [True] * (
         reason is not None
     )
@@ -194,7 +169,7 @@ def test_a_planted_mistake_is_found(name: str, kernel_device: torch.device) -> N
     mistake = Mistake(name="wrong", of=name, what=str(shift_weights.__doc__), make=shift_weights)
     device = device_with(kernel_device, with_mistake(declared, mistake))
     with pytest.raises(CoreError, match=name):
-        compiled(model(), device, randn(5, 96 if model is Sandwich else 128), name, verify="full", strict=True)
+        compiled(model(), device, randn(5, 96 if model is Sandwich else 128), verify="full", strict=True)
 
 
 def pairs(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:

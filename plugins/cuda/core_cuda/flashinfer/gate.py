@@ -50,5 +50,5 @@ def gated_activation_fused(gate_up: Tensor, kind: str, **args: Any) -> Tensor:
     gate = getattr(presence.load(), f"{GATES[kind]}_and_mul")
     rows = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
     made = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    gate(rows, out=made.view(-1, out.shape[-1]), enable_pdl=launching.can_overlap())
+    gate(rows, out=made.view(-1, out.shape[-1]), enable_pdl=launching.may_overlap())
     return out if out.is_contiguous() else out.copy_(made)

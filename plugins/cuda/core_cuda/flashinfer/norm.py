@@ -60,5 +60,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, **args: Any) 
     normed = library.gemma_rmsnorm if offset else library.rmsnorm
     rows, width = x.reshape(-1, x.shape[-1]), x.shape[-1]
     made = out.view(-1, width) if out.is_contiguous() else torch.empty_like(rows, memory_format=torch.contiguous_format)
-    normed(rows.contiguous(), weight.contiguous(), eps, out=made, enable_pdl=launching.can_overlap())
+    normed(rows.contiguous(), weight.contiguous(), eps, out=made, enable_pdl=launching.may_overlap())
     return out if out.is_contiguous() else out.copy_(made.view(x.shape))

@@ -8,7 +8,7 @@ The rule (CUDA Programming Guide, "Programmatic Dependent Launch"; PTX ISA, `gri
 kernel before has ended and its writes are visible, and says nothing of those before it. So every kernel that may
 overlap waits, in every thread and on every way through it: before it stores, before it reads what a kernel of a step
 may have written, before it ends. `tools/cuda/check_overlap.py` holds the compiled kernels to it. What they read before
-they wait is listed as `READ_EARLY` beside them.
+they wait is listed as `READ_EARLY` beside them. Nor does it say anything of other streams: see `order_fully`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Early:
     after: str = ""
 
 
+_FULLY_ORDERED: set[int] = set()
+"""Streams whose next kernel is to overlap with none."""
+
 _OVERLAP_CAPABILITY = (9, 0)
 _DESCRIPTOR_CAPABILITY = (9, 0)
 _INTERPRETED_MULTIPROCESSORS = 8
@@ -58,9 +61,28 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         return
     if "OVERLAP" in kernel.arg_names:
         options["OVERLAP"] = can_overlap()
-        if options["OVERLAP"]:
+        if may_overlap():
             options["launch_pdl"] = True
     kernel[grid](*args, **options)
+
+
+def order_fully(stream: int) -> None:
+    """Have the next kernel on this stream start after all that the stream waits for has ended.
+
+    To be called where a stream has been told to wait for another one: a kernel that overlaps says of one kernel that it
+    may still run, the one before it on its stream. stream: as `torch.cuda.Stream.cuda_stream` has it.
+    """
+    _FULLY_ORDERED.add(stream)
+
+
+def may_overlap() -> bool:
+    """Return whether the kernel launched next on the current stream may overlap; to be asked once for each launch."""
+    if not can_overlap():
+        return False
+    if _FULLY_ORDERED and (stream := torch.cuda.current_stream().cuda_stream) in _FULLY_ORDERED:
+        _FULLY_ORDERED.discard(stream)
+        return False
+    return True
 
 
 @functools.cache

@@ -198,5 +198,5 @@ def launch_sum(
         NORM=norm is not None,
         EARLY=early,
         num_warps=shares.num_warps,
-        **({"launch_pdl": True} if early else {}),
+        **({"launch_pdl": True} if early and launching.may_overlap() else {}),
     )
