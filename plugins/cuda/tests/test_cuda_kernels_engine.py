@@ -140,6 +140,8 @@ def test_a_quantised_mixture_is_served_by_the_kernels(scheme: str, kernel_device
         for trace in engine.report().traces:
             experts = [choice for choice in trace.ops if choice.op == "core::quantized_grouped_linear"]
             assert [choice.implementation for choice in experts] == ["cuda_quantized_grouped_linear"] * 2 * LAYERS
+            matched = {report.name: report.matched for report in trace.passes}
+            assert matched["sort_expert_pairs"] == matched["sum_expert_rows"] == LAYERS
         result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
     assert result.passed and result.verdict is not None and result.verdict.passed
 

@@ -69,33 +69,3 @@ def normed_sums() -> Iterator[Example]:
     """Yield sums with the norm of the sum and without."""
     for then in (True, False):
         yield _Normed(40, then=then), (torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(73)),)
-
-
-class _Mixture(nn.Module):
-    """A mixture of four experts with a shared one, as ops: what the passes before leave of a model's."""
-
-    def __init__(self, *, flat: bool) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(74)
-
-        def numbers(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.randn(*shape, generator=generator) / shape[-1] ** 0.5)
-
-        self.router, self.gate_up, self.down = numbers(4, 32), numbers(4, 96, 32), numbers(4, 32, 48)
-        self.shared_gate_up, self.shared_down = numbers(80, 32), numbers(32, 40)
-        self.flat = flat
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.view(-1, x.shape[-1])
-        chosen = torch.ops.core.moe_route(torch.ops.core.linear(rows, self.router), 2)
-        routed = torch.ops.core.grouped_mlp(rows, chosen[0], chosen[1], self.gate_up, self.down, kind="silu")
-        inner = torch.ops.core.gated_linear(rows if self.flat else x, self.shared_gate_up, None, kind="silu")
-        shared = torch.ops.core.linear(inner, self.shared_down)
-        out: Tensor = routed.view_as(x) + shared.view_as(x)
-        return out
-
-
-def shared_experts() -> Iterator[Example]:
-    """Yield mixtures whose shared expert reads the routed experts' rows, and what these are a view of."""
-    for flat in (True, False):
-        yield _Mixture(flat=flat), (torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(75)),)

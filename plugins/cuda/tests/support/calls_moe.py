@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from core_cuda.ops.moe.grouped_mlp import grouped_mlp
+from core_cuda.ops.moe.pairs import order_pairs, weighted_sum
 from core_cuda.ops.moe.route import moe_route
 
 BF16 = torch.bfloat16
@@ -38,6 +39,10 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             x, shares = torch.empty(tokens, width, dtype=BF16), torch.empty(tokens, top_k, dtype=BF16)
             indices = torch.empty(tokens, top_k, dtype=torch.int64)
             yield f"{name} {tokens}", partial(grouped_mlp, x, shares, indices, **weights, **options)
+            if name == "qwen3":
+                rows, places = torch.empty(tokens * top_k, width, dtype=BF16), torch.empty(tokens * top_k).long()
+                yield f"{name} pairs {tokens}", partial(order_pairs, indices, 128)
+                yield f"{name} sum {tokens}", partial(weighted_sum, rows, places, shares)
     logits = torch.empty(64, 256, dtype=BF16)
     yield "route qwen3", partial(moe_route, logits[:, :128], 8, renormalize=True)
     yield "route gpt-oss", partial(moe_route, logits[:, :32], 4, scoring="softmax_selected")
