@@ -66,3 +66,18 @@ def quantised_experts() -> Iterator[Example]:
     """Yield experts with weights of x's dtype and wider ones, whose sum is cast."""
     for wide in (True, False):
         yield _Experts(6, wide=wide), (torch.randn(7, 40, generator=torch.Generator().manual_seed(77)),)
+
+
+class _QuantisedTwice(nn.Module):
+    """Rows and what they are a view of, quantised for a layer each."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        codes, scale = torch.ops.core.quantize(x.view(-1, x.shape[-1]), None, dtype=torch.int8)
+        first = (codes.float() * scale.float()).sin()
+        codes, scale = torch.ops.core.quantize(x, None, dtype=torch.int8)
+        return first, codes.float() * scale.float().cos()
+
+
+def quantised_twice() -> Iterator[Example]:
+    """Yield them."""
+    yield _QuantisedTwice(), (torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(78)),)

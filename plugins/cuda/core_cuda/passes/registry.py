@@ -5,6 +5,14 @@ from __future__ import annotations
 from core_cuda.passes.expert_pairs import SORT_EXPERT_PAIRS, SUM_EXPERT_ROWS
 from core_cuda.passes.norm_pairs import JOIN_RMS_NORMS
 from core_cuda.passes.normed_sums import FUSE_NORMED_SUM
+from core_cuda.passes.quantized_rows import SHARE_QUANTIZED_ROWS
 from core_cuda.passes.shared_experts import OVERLAP_SHARED_EXPERTS
 
-PASSES = (JOIN_RMS_NORMS, FUSE_NORMED_SUM, SORT_EXPERT_PAIRS, SUM_EXPERT_ROWS, OVERLAP_SHARED_EXPERTS)
+PASSES = (
+    JOIN_RMS_NORMS,
+    FUSE_NORMED_SUM,
+    SHARE_QUANTIZED_ROWS,
+    SORT_EXPERT_PAIRS,
+    SUM_EXPERT_ROWS,
+    OVERLAP_SHARED_EXPERTS,
+)
