@@ -57,7 +57,7 @@ KERNELS: dict[str, set[str]] = {
     "prefill": {"prefill_kernel", "hopper_kernel", "decode_kernel", "_write_kernel"},
     "moe": {
         *("row_up_kernel", "row_down_kernel", "sort_kernel", "product_kernel", "sum_kernel", "_route_kernel"),
-        *("order_kernel", "weighted_sum_kernel"),
+        *("order_kernel", "weighted_sum_kernel", "gated_expert_kernel", "_row_kernel", "_tile_kernel"),
     },
     "quantized_moe": {"quantized_product_kernel"},
     "rotary": {"rotary_kernel", "_table_kernel", "prefill_kernel", "hopper_kernel"},
@@ -83,7 +83,7 @@ OTHERS = (
     ),
     *("sample 1", "argmax 8", "8b decode 8", "mqa decode 8", "mqa drafts 512", "8b fp32", "8b codes 8"),
     *("8b 4096 in 8", "gemma 2", "8b codes, coded", "qwen3 8", "mixtral 64", "qwen3 4096", "route qwen3"),
-    *("qwen3 pairs 64", "qwen3 sum 64"),
+    *("qwen3 pairs 64", "qwen3 sum 64", "qwen3 shared gate 64"),
     *("qwen3 8 experts", "qwen3 32768 experts"),
     *("convolution 64", "delta 64", "kimi 1", "state space 64"),
     *("8b rotary 64", "8b table 64", "8b qk norm 64", "8b codes, half 64"),

@@ -125,7 +125,7 @@ def _factors(product: fx.Node) -> Iterator[tuple[Any, Any, bool]]:
         for one, other in view.orders(product):
             yield one, other, False
     rank = len(view.shape(product) or ())
-    outer: Any = product.args[0]
+    outer: Any = product.args[0] if product.args else None  # an input of the graph has none
     if {*(view.swapped_dims(product) or ())} == {rank - 2, rank - 1} and view.kind(outer) in ("matmul", "bmm"):
         yield outer.args[1], outer.args[0], True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -81,3 +81,48 @@ class _QuantisedTwice(nn.Module):
 def quantised_twice() -> Iterator[Example]:
     """Yield them."""
     yield _QuantisedTwice(), (torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(78)),)
+
+
+class _Router(nn.Module):
+    """A linear layer of rows and a weight that are cast to fp32, as DeepSeek-V3 writes its router; in bf16 always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(6, 40, generator=torch.Generator().manual_seed(79)) / 6
+        self.weight = nn.Parameter(weight.bfloat16(), requires_grad=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move it, and keep its dtype: in fp32 there is nothing to cast."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        self.weight.data = self.weight.data.bfloat16()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.weight.dtype)
+        logits = nn.functional.linear(x.type(torch.float32), self.weight.type(torch.float32))
+        return logits.sigmoid()
+
+
+def routers() -> Iterator[Example]:
+    """Yield one."""
+    yield _Router(), (torch.randn(5, 40, generator=torch.Generator().manual_seed(80)),)
+
+
+class _GatedExpert(nn.Module):
+    """A shared expert behind its gate and the sum with the routed ones, in place of which there are sines."""
+
+    def __init__(self, *, turned: bool) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(1, 40, generator=torch.Generator().manual_seed(81)) / 6)
+        self.turned = turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.ops.core.linear(x, self.gate).sigmoid()
+        out: Tensor = x.cos() * gate + x.sin() if self.turned else x.sin() + gate * x.cos()
+        return out
+
+
+def gated_experts() -> Iterator[Example]:
+    """Yield sums in both orders of their operands."""
+    for turned in (False, True):
+        yield _GatedExpert(turned=turned), (torch.randn(5, 40, generator=torch.Generator().manual_seed(82)),)

@@ -6,7 +6,9 @@ from core_cuda.passes.expert_pairs import SORT_EXPERT_PAIRS, SUM_EXPERT_ROWS
 from core_cuda.passes.norm_pairs import JOIN_RMS_NORMS
 from core_cuda.passes.normed_sums import FUSE_NORMED_SUM
 from core_cuda.passes.quantized_rows import SHARE_QUANTIZED_ROWS
+from core_cuda.passes.routers import WIDEN_ROUTERS
 from core_cuda.passes.shared_experts import OVERLAP_SHARED_EXPERTS
+from core_cuda.passes.shared_gates import FUSE_SHARED_GATE
 
 PASSES = (
     JOIN_RMS_NORMS,
@@ -14,5 +16,7 @@ PASSES = (
     SHARE_QUANTIZED_ROWS,
     SORT_EXPERT_PAIRS,
     SUM_EXPERT_ROWS,
+    WIDEN_ROUTERS,
+    FUSE_SHARED_GATE,
     OVERLAP_SHARED_EXPERTS,
 )

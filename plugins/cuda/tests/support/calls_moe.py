@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core_cuda.ops.linear.widened import widened_linear
 from core_cuda.ops.moe.grouped_mlp import grouped_mlp
 from core_cuda.ops.moe.pairs import order_pairs, weighted_sum
 from core_cuda.ops.moe.route import moe_route
+from core_cuda.ops.moe.shared_gate import add_gated_expert
 
 BF16 = torch.bfloat16
 TOKENS = (1, 8, 64, 128, 1024, 4096)
@@ -43,6 +45,11 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                 rows, places = torch.empty(tokens * top_k, width, dtype=BF16), torch.empty(tokens * top_k).long()
                 yield f"{name} pairs {tokens}", partial(order_pairs, indices, 128)
                 yield f"{name} sum {tokens}", partial(weighted_sum, rows, places, shares)
+    for tokens in (1, 64):
+        x, gate = torch.empty(tokens, 2048, dtype=BF16), torch.empty(1, 2048, dtype=BF16)
+        yield f"qwen3 shared gate {tokens}", partial(add_gated_expert, x, gate, x, x)
+        wide, weight = torch.empty(tokens, 7168, dtype=BF16), torch.empty(256, 7168, dtype=BF16)
+        yield f"route deepseek-v3 {tokens}", partial(widened_linear, wide, weight)
     logits = torch.empty(64, 256, dtype=BF16)
     yield "route qwen3", partial(moe_route, logits[:, :128], 8, renormalize=True)
     yield "route gpt-oss", partial(moe_route, logits[:, :32], 4, scoring="softmax_selected")

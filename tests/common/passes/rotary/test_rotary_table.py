@@ -201,6 +201,10 @@ def sums(positions: Tensor, inv_freq: Tensor) -> Tables:
     return angles.cos(), angles.sin()
 
 
+def of_an_input(positions: Tensor, inv_freq: Tensor) -> Tables:
+    return inv_freq.cos() * positions.sum(), inv_freq.sin()
+
+
 NO_PRODUCT = "is no product of integer positions (..., T) and frequencies (F,)"
 NEAR_MISSES = {
     real_positions: NO_PRODUCT,
@@ -213,6 +217,7 @@ NEAR_MISSES = {
     sections: NO_PRODUCT,
     scaled_apart: "the cosine is scaled by 2.0, the sine by 3.0",
     sums: NO_PRODUCT,
+    of_an_input: NO_PRODUCT,
 }
 
 

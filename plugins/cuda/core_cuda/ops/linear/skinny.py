@@ -27,8 +27,8 @@ from core_cuda.ops.workspace import counters
 READ_EARLY = {
     "_row_kernel": {
         "weight": Early(
-            "`lift_linear` and `fuse_gated_linear` take weights that are constants of the graph and that it does not "
-            "write. Codes may be computed, and no configuration for them chooses this kernel"
+            "`lift_linear`, `fuse_gated_linear` and `widen_routers` take weights that are constants of the graph and "
+            "that it does not write. Codes may be computed, and no configuration for them chooses this kernel"
         )
     }
 }
