@@ -9,6 +9,9 @@ from core.errors import CaptureError
 _BESIDE: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
 """By GPU and stream, the stream for what runs beside it: always the same, since kernels keep counters by stream."""
 
+_NUM_STREAMS = 32
+"""As many streams torch has on a GPU, besides the default one."""
+
 _WORKSPACES: dict[tuple[torch.device, int], torch.cuda.MemPool] = {}
 """By GPU and stream: the memory of cuBLAS's workspace for that stream, never given back; see `_keep_workspace`."""
 
@@ -27,10 +30,24 @@ def beside(device: torch.device) -> torch.cuda.Stream:
                 found="the current one is being captured, and none was made for it",
                 remedy="run the same call once on this stream before the capture",
             )
-        _BESIDE[key] = other = torch.cuda.Stream(main.device)
+        _BESIDE[key] = other = _unused(main)
         with torch.cuda.stream(other):
             _keep_workspace(other)
     return _BESIDE[key]
+
+
+def _unused(main: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Return a stream that neither is this one nor goes with another: torch hands out the same 32 again and again."""
+    taken = {main.cuda_stream, *(number for _, number in _BESIDE), *(each.cuda_stream for each in _BESIDE.values())}
+    others = (torch.cuda.Stream(main.device) for _ in range(_NUM_STREAMS))
+    other = next((each for each in others if each.cuda_stream not in taken), None)
+    if other is None:
+        raise CaptureError(
+            f"a second stream on {main.device}",
+            found=f"all {_NUM_STREAMS} streams that torch has are taken by programs",
+            remedy="close programs, or leave out the pass that runs work on a second stream",
+        )
+    return other
 
 
 def keep_workspaces(stream: torch.cuda.Stream) -> None:

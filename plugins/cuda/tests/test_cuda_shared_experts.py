@@ -197,6 +197,20 @@ def test_a_second_stream_is_not_made_in_a_capture(log: list[str], monkeypatch: p
         streams.beside(torch.device("cuda", 0))
 
 
+def test_a_stream_goes_with_one_other_only(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's streams come round again: those that are taken already are passed over, until none is left."""
+    numbers = iter([1, 2, 3, *[1, 2, 3] * 20])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(next(numbers), log))
+    monkeypatch.setattr(streams, "_keep_workspace", lambda stream: log.append(f"workspace of {stream.cuda_stream}"))
+    monkeypatch.setattr(streams, "_BESIDE", {(torch.device("cuda", 0), 7): Stream(2, log)})
+    assert streams.beside(torch.device("cuda", 0)).cuda_stream == 3
+    assert streams.beside(torch.device("cuda", 0)).cuda_stream == 3 and log == ["workspace of 3"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(8, log))
+    with pytest.raises(CaptureError, match="all 32 streams that torch has are taken by programs"):
+        streams.beside(torch.device("cuda", 0))
+
+
 def test_many_tokens_stay_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
 
