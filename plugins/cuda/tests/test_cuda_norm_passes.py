@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from core.common.numerics import judge
 from core.common.ops.norm.norms import ADD_RMS_NORM, RMS_NORM
+from core.common.passes import Pass
 from core.errors import CoreError
 from core.verify.planted import Mistake, with_mistake
 from tests.kernel_cases import DTYPES, laid_out, randn
@@ -59,6 +62,19 @@ class Attention(nn.Module):
         return torch.cat((query.sin(), key.cos()), -1)[..., :128]
 
 
+class Rows(nn.Module):
+    """Norms of which the second reads rows, not columns, that are cut out after the first one's result is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(Norm(128) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.norms[0](x).sin()
+        rows = x.split((2, 3), 0)[1]
+        return torch.cat((first, self.norms[1](rows).cos()), 0)
+
+
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -86,18 +102,40 @@ class Sandwich(nn.Module):
         return x * normed if self.reread else x
 
 
-SITES = {"join_rms_norms": (JOIN_RMS_NORMS, Layers), "fuse_normed_sum": (FUSE_NORMED_SUM, Sandwich)}
-"""By name each pass, and a model with two sites."""
+class Compressed(nn.Module):
+    """Two layers of norms, of which the second reads what is cut out after the first one's result is used."""
+
+    def __init__(self, *, weighted: bool = True, dim: int = -1) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(Norm(width, weighted=weighted) for width in (96, 20, 96, 20))
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in (0, 2):
+            query, compressed = x.split((96, 32), -1)
+            query = self.norms[index](query).sin()
+            key, turned = compressed.split((20, 12), self.dim)
+            x = torch.cat((query, self.norms[index + 1](key).cos(), turned), -1)
+        return x
 
 
-@pytest.mark.parametrize("name", SITES)
+SITES: dict[str, tuple[Pass, Callable[..., nn.Module], int]] = {
+    "side by side": (JOIN_RMS_NORMS, Layers, 128),
+    "cut out late": (JOIN_RMS_NORMS, Compressed, 128),
+    "without weights": (JOIN_RMS_NORMS, partial(Compressed, weighted=False), 128),
+    "sums": (FUSE_NORMED_SUM, Sandwich, 96),
+}
+"""Passes, each with a model with two sites and the width of its rows."""
+
+
+@pytest.mark.parametrize("case", SITES)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @torch.no_grad()
 def test_every_site_is_one_launch_with_the_numbers_of_the_graph_before(
-    name: str, dtype: torch.dtype, kernel_device: torch.device
+    case: str, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
-    declared, model = SITES[name]
-    x = randn(5, 96 if model is Sandwich else 128, dtype=dtype)
+    declared, model, width = SITES[case]
+    x, name = randn(5, width, dtype=dtype), declared.name
     device = device_with(kernel_device, declared)
     program, reports = compiled(model(), device, x, verify="full", strict=True)
     report = reports[name]
@@ -110,14 +148,14 @@ def test_every_site_is_one_launch_with_the_numbers_of_the_graph_before(
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize("name", SITES)
+@pytest.mark.parametrize("case", SITES)
 @torch.no_grad()
-def test_every_example_has_a_match(name: str, kernel_device: torch.device) -> None:
-    declared, _ = SITES[name]
+def test_every_example_has_a_match(case: str, kernel_device: torch.device) -> None:
+    declared, _, _ = SITES[case]
     assert declared.examples is not None
     for model, (x,) in declared.examples():
         reports = compiled(model, device_with(kernel_device, declared), x, strict=True)[1]
-        assert reports[name].matched > 0, model
+        assert reports[declared.name].matched > 0, model
 
 
 @pytest.mark.parametrize(
@@ -141,8 +179,9 @@ def test_sums_of_another_form_stay(
         (Attention(Norm(96), Norm(32, 1e-3)), "has eps 1e-05, and "),
         (Attention(Norm(96), Norm(32, weighted=False)), "has no weight"),
         (Attention(Norm(96), Norm(96), chained=True), None),
+        (Rows(), None),
     ],
-    ids=["another eps", "one weight", "in a chain"],
+    ids=["another eps", "one weight", "in a chain", "rows cut out late"],
 )
 @torch.no_grad()
 def test_norms_that_differ_stay_apart(model: nn.Module, reason: str | None, kernel_device: torch.device) -> None:
@@ -155,21 +194,24 @@ def test_norms_that_differ_stay_apart(model: nn.Module, reason: str | None, kern
 
 
 def shift_weights(node: fx.Node) -> bool:
-    """Give norms an offset that they do not have."""
+    """Give norms an offset, or an eps, that they do not have."""
     if node.target not in (two_rms_norms, sums.normed_sum_rms_norm):
         return False
-    node.kwargs = {**node.kwargs, "offset": 0.5}
+    if node.args[2] is None:  # an offset is one of weights
+        node.args = (*node.args[:4], 0.5)
+    else:
+        node.kwargs = {**node.kwargs, "offset": 0.5}
     return True
 
 
-@pytest.mark.parametrize("name", SITES)
+@pytest.mark.parametrize("case", SITES)
 @torch.no_grad()
-def test_a_planted_mistake_is_found(name: str, kernel_device: torch.device) -> None:
-    declared, model = SITES[name]
-    mistake = Mistake(name="wrong", of=name, what=str(shift_weights.__doc__), make=shift_weights)
+def test_a_planted_mistake_is_found(case: str, kernel_device: torch.device) -> None:
+    declared, model, width = SITES[case]
+    mistake = Mistake(name="wrong", of=declared.name, what=str(shift_weights.__doc__), make=shift_weights)
     device = device_with(kernel_device, with_mistake(declared, mistake))
-    with pytest.raises(CoreError, match=name):
-        compiled(model(), device, randn(5, 96 if model is Sandwich else 128), verify="full", strict=True)
+    with pytest.raises(CoreError, match=declared.name):
+        compiled(model(), device, randn(5, width), verify="full", strict=True)
 
 
 def pairs(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:

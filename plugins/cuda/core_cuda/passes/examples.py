@@ -43,11 +43,27 @@ class _QueryAndKey(nn.Module):
         return first.sin(), second.cos()
 
 
+class _Compressed(nn.Module):
+    """Compressed rows of query and key, of which the second are cut out after the first ones' result is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(69)
+        self.norms = nn.ModuleList(_Norm(width, generator, rounds=True) for width in (16, 5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        query, compressed = x.split((16, 8), -1)
+        query = self.norms[0](query).sin()
+        key, turned = compressed.split((5, 3), -1)
+        return query, self.norms[1](key).cos(), turned
+
+
 def norm_pairs() -> Iterator[Example]:
-    """Yield norms of query and key, of unequal widths and of heads."""
+    """Yield norms of query and key, of unequal widths, of heads and of compressed rows."""
     x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(71))
     yield _QueryAndKey(48, 16, by_head=False), (x,)
     yield _QueryAndKey(32, 16, by_head=True), (x,)
+    yield _Compressed(), (x,)
 
 
 class _Normed(nn.Module):
