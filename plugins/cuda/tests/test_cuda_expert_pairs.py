@@ -13,7 +13,7 @@ from core.verify.planted import Mistake, with_mistake
 from tests.kernel_cases import randn
 
 pytest.importorskip("triton", reason="needs triton")
-from compiled_passes import compiled, device_with
+from cuda_compiled import compiled, device_with
 
 from core_cuda.ops.moe.pairs import order_pairs, weighted_sum
 from core_cuda.passes.expert_pairs import SORT_EXPERT_PAIRS, SUM_EXPERT_ROWS

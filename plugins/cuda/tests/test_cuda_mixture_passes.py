@@ -16,7 +16,7 @@ from core.verify.planted import Mistake, with_mistake
 from tests.kernel_cases import DTYPES, randn
 
 pytest.importorskip("triton", reason="needs triton")
-from compiled_passes import compiled, device_with
+from cuda_compiled import compiled, device_with
 
 from core_cuda.ops.linear import widened
 from core_cuda.ops.moe import shared_gate

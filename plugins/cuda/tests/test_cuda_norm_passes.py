@@ -18,7 +18,7 @@ from core.verify.planted import Mistake, with_mistake
 from tests.kernel_cases import DTYPES, laid_out, randn
 
 pytest.importorskip("triton", reason="needs triton")
-from compiled_passes import compiled, device_with
+from cuda_compiled import compiled, device_with
 
 from core_cuda.ops.norm import normed_sum as sums
 from core_cuda.ops.norm import norms

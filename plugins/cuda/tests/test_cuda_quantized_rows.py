@@ -13,7 +13,7 @@ from core.verify.planted import Mistake, with_mistake
 from tests.kernel_cases import randn
 
 pytest.importorskip("triton", reason="needs triton")
-from compiled_passes import compiled, device_with
+from cuda_compiled import compiled, device_with
 
 from core_cuda.passes.mixture_examples import quantised_twice
 from core_cuda.passes.quantized_rows import SHARE_QUANTIZED_ROWS

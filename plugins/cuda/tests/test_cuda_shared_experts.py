@@ -15,7 +15,7 @@ from core.errors import CaptureError, CoreError
 from core.verify.planted import Mistake, with_mistake
 
 pytest.importorskip("triton", reason="needs triton")
-from compiled_passes import compiled, device_with
+from cuda_compiled import compiled, device_with
 
 from core_cuda import streams
 from core_cuda.ops import beside, launching
