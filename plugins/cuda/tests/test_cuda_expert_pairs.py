@@ -97,6 +97,18 @@ def test_rows_of_a_dtype_without_a_kernel_are_refused(kernel_device: torch.devic
     assert report.matched == 0 and "rows are torch.float64" in report.near_misses[0].reason
 
 
+class Tanh(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+@torch.no_grad()
+def test_a_graph_that_sums_nothing_is_not_searched(kernel_device: torch.device) -> None:
+    device = device_with(kernel_device, SUM_EXPERT_ROWS)
+    report = compiled(Tanh(), device, randn(7, 40), strict=True)[1]["sum_expert_rows"]
+    assert report.skipped == "nothing is summed"
+
+
 def exchange(node: fx.Node) -> bool:
     """Count the tokens of pairs by the places of these."""
     if node.target is not order_pairs:

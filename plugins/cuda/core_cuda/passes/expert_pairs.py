@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from core.common.passes import NearMiss, Pass, PassContext, Replacement, Site, near_miss, value_of, view
+from core.common.passes import Guards, NearMiss, Pass, PassContext, Replacement, Site, near_miss, value_of, view
 from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.moe.pairs import order_pairs, weighted_sum
 from core_cuda.passes.mixture_examples import quantised_experts
@@ -133,6 +133,11 @@ def _unfit(matched: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _nothing(graph: fx.Graph) -> str:
+    """Return that a graph sums nothing: the matcher compares each node with each of the patterns' own."""
+    return "" if any(view.kind(node) == "sum" for node in graph.nodes) else "nothing is summed"
+
+
 _ORDER = ("remove_no_ops", "eliminate_common_subexpressions")
 _LITERALS = ("top_k", "size")
 
@@ -154,5 +159,6 @@ SUM_EXPERT_ROWS = Pass(
     ),
     owner="core_cuda",
     after=_ORDER,
+    guards=Guards(nothing=_nothing),
     examples=quantised_experts,
 )
