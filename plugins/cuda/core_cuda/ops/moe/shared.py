@@ -18,7 +18,7 @@ from core_cuda.ops.moe.grouped_mlp import grouped_mlp
 from core_cuda.ops.registration import own_kernel
 
 MOST_TOKENS = 256
-"""Tokens up to which two streams are used. Beyond, either alone keeps all multiprocessors busy."""
+"""Tokens up to which two streams are used, not measured: with more, either alone keeps all multiprocessors busy."""
 
 _GATE = "str {0}kind, bool {0}interleaved=False, float {0}limit=0.0, float {0}up_offset=0.0"
 _SCHEMA = (
