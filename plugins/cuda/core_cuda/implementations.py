@@ -61,6 +61,7 @@ _CONDITIONS: Mapping[torch._ops.OpOverload, Condition] = {
     quantized_linear.quantized_linear_library: quantized_linear.why_not_library,
     quantized_linear.quantized_linear_fast: quantized_linear.why_not_fast,
     quantized_grouped.quantized_grouped_linear: quantized_grouped.why_not,
+    weight_only.weight_only_linear_early: weight_only.why_not_early,
     weight_only.weight_only_linear: weight_only.why_not,
     weight_only.weight_only_linear_other: weight_only.why_not,
 }
@@ -71,6 +72,7 @@ _TIMED: Mapping[torch._ops.OpOverload, Condition] = {
     linear.gated_linear_other: linear.other_timed,
     quantized_linear.quantized_linear: quantized_linear.late_timed,
     quantized_linear.quantized_linear_library: quantized_linear.library_timed,
+    weight_only.weight_only_linear: weight_only.late_timed,
     weight_only.weight_only_linear_other: weight_only.other_timed,
 }
 """Which calls further kernels of an op are timed for."""

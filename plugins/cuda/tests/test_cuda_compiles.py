@@ -47,7 +47,7 @@ CALLS: dict[str, tuple[str, ...]] = {
 """By family the words that a call's name must hold one of; none takes all."""
 KERNELS: dict[str, set[str]] = {
     "linear": {"_row_kernel", "_tile_kernel", "hopper_linear_kernel", "_scale_kernel"},
-    "weight_only": {"coded_kernel", "_dequantize_kernel"},
+    "weight_only": {"coded_kernel", "hopper_coded_kernel", "_dequantize_kernel"},
     "rows": {
         *("norm_kernel", "long_norm_kernel", "pair_norm_kernel", "normed_sum_kernel"),
         *("_gate_kernel", "_rows_kernel", "_parts_kernel", "_whole_scale_kernel"),

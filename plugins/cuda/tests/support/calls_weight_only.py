@@ -11,6 +11,7 @@ from torch import Tensor
 
 from core_cuda.ops.linear.coded import coded_linear
 from core_cuda.ops.linear.coded_configs import CodedConfig
+from core_cuda.ops.linear.hopper_coded import hopper_coded_linear
 from core_cuda.ops.linear.weight_only import dequantized
 
 COLUMNS, DEPTH, GROUP = 4096, 4096, 128
@@ -33,6 +34,10 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
         codes, scale, _, bits = weight(code, DEPTH // GROUP if code == "int4" else 1, zeros=False)
         x = torch.empty(rows, DEPTH, dtype=torch.bfloat16)
         yield f"weight-only {code}, {rows}", partial(coded_linear, x, codes, scale, bits=bits)
+    for rows, code, zeros in ((1, "int4", False), (16, "int4", True), (1, "int8", False), (8, "fp8", False)):
+        codes, scale, zero, bits = weight(code, DEPTH // GROUP if code == "int4" else 1, zeros=zeros)
+        x = torch.empty(rows, DEPTH, dtype=torch.float16 if zeros else torch.bfloat16)
+        yield f"streamed {code}, {rows}", partial(hopper_coded_linear, x, codes, scale, zero, None, bits=bits)
     for rows in (8, 64, 512, 4096):
         x = torch.empty(rows, DEPTH, dtype=torch.int8)
         codes, scale, *_ = weight("int8", 1, zeros=False)

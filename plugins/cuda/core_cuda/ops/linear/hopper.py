@@ -12,20 +12,23 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from core_cuda.ops import launching
 from core_cuda.ops.activation import Gate
-from core_cuda.ops.linear.hopper_kernel import COLUMNS, Pointers, Sizes, Spec, hopper_linear_kernel
+from core_cuda.ops.linear.hopper_kernel import Pointers, Sizes, Spec, hopper_linear_kernel
+from core_cuda.ops.linear.hopper_shares import COLUMNS
 from core_cuda.ops.linear.skinny_configs import SkinnyConfig
 from core_cuda.ops.workspace import counters
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+_INTEGERS = {torch.int32: gl.int32, torch.int8: gl.int8, torch.uint8: gl.uint8}
 _ALIGNED = 16  # bytes at which rows begin that descriptors load
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Tell whether the kernel takes a product of x (M, K) and weight (N, K); each row is one run of memory."""
-    return x.dtype == weight.dtype and x.dtype in _DTYPES and all(_is_aligned(each) for each in (x, weight))
+    return x.dtype == weight.dtype and x.dtype in _DTYPES and all(is_aligned(each) for each in (x, weight))
 
 
-def _is_aligned(x: Tensor) -> bool:
+def is_aligned(x: Tensor) -> bool:
+    """Tell whether rows of x (R, C) begin where descriptors can load them."""
     return x.data_ptr() % _ALIGNED == 0 and x.stride(0) * x.itemsize % _ALIGNED == 0
 
 
@@ -70,8 +73,8 @@ def hopper_linear(
     launching.launch(
         hopper_linear_kernel,
         (programs,),
-        _described(weight, COLUMNS, config.block_k),
-        _described(x, block_m, config.block_k),
+        described(weight, COLUMNS, config.block_k),
+        described(x, block_m, config.block_k),
         None if early else weight,
         Pointers(out if bias is None else bias.contiguous(), x_scale, w_scale, out, partial, arrived),
         *(num_rows, columns, depth, weight.stride(0), out.stride(0)),
@@ -84,6 +87,7 @@ def hopper_linear(
     )
 
 
-def _described(x: Tensor, rows: int, columns: int) -> Any:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[x.dtype])
+def described(x: Tensor, rows: int, columns: int) -> Any:
+    """Describe x (R, C), each row one run of memory, as loaded by (rows, columns); zeros lie beyond."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], (_DTYPES | _INTEGERS)[x.dtype])
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)

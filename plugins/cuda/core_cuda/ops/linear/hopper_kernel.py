@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from core_cuda.ops.activation import gate_product
 from core_cuda.ops.launching import Early, start_next, wait_for_inputs
+from core_cuda.ops.linear.hopper_shares import COLUMNS, all_here, begin_of, collect, fetch_x, leave
 
 READ_EARLY = {
     "hopper_linear_kernel": {
@@ -33,13 +34,8 @@ READ_EARLY = {
         )
     }
 }
-COLUMNS = 64
-"""Columns of the result in a tile: the height of the matrix units' left operand."""
 _COLUMNS = gl.constexpr(COLUMNS)
 _NARROW = gl.constexpr(128)  # of K, whose products of fp8 the units sum in fewer bits than fp32 has
-
-# Triton 3.6 has it by the first name, 3.7 by the second.
-_all_here: Any = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 class Spec(NamedTuple):
@@ -78,12 +74,6 @@ class Pointers(NamedTuple):
 
 
 @gluon.jit
-def _begin(share, sizes, SPEC: gl.constexpr):
-    """Return the step with which a share of a tile's K begins, counted over all tiles."""
-    return share // SPEC.splits * sizes.steps + share % SPEC.splits * sizes.steps // SPEC.splits
-
-
-@gluon.jit
 def _fetch_weight(number, step, weight, tiles, full, sizes, SPEC: gl.constexpr):
     """Begin to copy the number-th tile of a program, gate and up, into its stage."""
     stage = number % SPEC.stages
@@ -96,14 +86,6 @@ def _fetch_weight(number, step, weight, tiles, full, sizes, SPEC: gl.constexpr):
     if SPEC.gated:
         to = tiles.index(stage * PARTS + 1)
         tma.async_copy_global_to_shared(weight, [sizes.second + row, column], full.index(stage), to)
-
-
-@gluon.jit
-def _fetch_x(number, step, x, values, full, sizes, SPEC: gl.constexpr):
-    """Begin to copy the columns of x for the number-th tile into its stage; zeros lie beyond its last row."""
-    stage = number % SPEC.stages
-    column = step % sizes.steps * SPEC.block_k
-    tma.async_copy_global_to_shared(x, [0, column], full.index(stage), values.index(stage))
 
 
 @gluon.jit
@@ -131,47 +113,6 @@ def _multiply(tile, values, acc, SPEC: gl.constexpr):
     else:
         acc = warpgroup_mma(tile, values.permute((1, 0)), acc, is_async=True)
     return acc
-
-
-@gluon.jit
-def _places(partial, number, acc, SPEC: gl.constexpr):
-    """Return where a program leaves its partial sums like acc (64, block_m), of gate and, behind them, of up."""
-    layout: gl.constexpr = acc.type.layout
-    PARTS: gl.constexpr = 2 if SPEC.gated else 1
-    rows = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, SPEC.block_m, layout=gl.SliceLayout(0, layout))
-    partial += number.to(gl.int64) * (PARTS * _COLUMNS * SPEC.block_m)
-    return partial + rows[:, None] * SPEC.block_m + columns[None, :]
-
-
-@gluon.jit
-def _leave(acc, up, number, pointers, SPEC: gl.constexpr):
-    """Leave partial sums for the program that has the tile's first share."""
-    places = _places(pointers.partial, number, acc, SPEC)
-    gl.store(places, acc)
-    if SPEC.gated:
-        gl.store(places + _COLUMNS * SPEC.block_m, up)
-    _all_here()  # all threads must have written before the arrival is told
-    gl.atomic_add(pointers.arrived + number, 1, sem="release")
-
-
-@gluon.jit
-def _collect(acc, up, number, pointers, SPEC: gl.constexpr):
-    """Add the partial sums of a tile's other shares, in a fixed order, for the same bits each time.
-
-    Programs with them are launched before this one, and wait for none, so that the wait ends.
-    """
-    SPLITS: gl.constexpr = SPEC.splits
-    for share in gl.static_range(1, SPLITS):
-        while gl.atomic_add(pointers.arrived + number + share, 0, sem="acquire") == 0:
-            pass
-    for share in gl.static_range(1, SPLITS):
-        places = _places(pointers.partial, number + share, acc, SPEC)
-        acc += gl.load(places, cache_modifier=".cg")
-        if SPEC.gated:
-            up += gl.load(places + _COLUMNS * SPEC.block_m, cache_modifier=".cg")
-        gl.store(pointers.arrived + number + share, 0)  # reset for the next launch
-    return acc, up
 
 
 @gluon.jit
@@ -228,12 +169,12 @@ def hopper_linear_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
-    _all_here()
+    all_here()
     programs = gl.num_programs(0)
     number = programs - 1 - gl.program_id(0)  # of two programs of a tile, the one that waits is launched later
     shares = sizes.tiles * SPEC.splits
-    begin = _begin(number * shares // programs, sizes, SPEC)
-    end = _begin((number + 1) * shares // programs, sizes, SPEC)
+    begin = begin_of(number * shares // programs, sizes, SPEC)
+    end = begin_of((number + 1) * shares // programs, sizes, SPEC)
     if codes is None:
         for i in gl.static_range(STAGES):
             if begin + i < end:
@@ -248,7 +189,7 @@ def hopper_linear_kernel(
         if begin + i < end:
             if codes is not None:
                 _fetch_weight(i, begin + i, weight, tiles, full, sizes, SPEC)
-            _fetch_x(i, begin + i, x, values, full, sizes, SPEC)
+            fetch_x(i, begin + i, x, values, full, sizes, SPEC)
 
     zeros = gl.zeros([_COLUMNS, ROWS], gl.float32, layout)
     at = begin
@@ -266,17 +207,17 @@ def hopper_linear_kernel(
                 acc, up = warpgroup_mma_wait(0, deps=[acc, up])
             else:
                 acc = warpgroup_mma_wait(0, deps=[acc])
-            _all_here()  # all warps must have read the stage before it is filled anew
+            all_here()  # all warps must have read the stage before it is filled anew
             if step + STAGES < end:
                 _fetch_weight(place + STAGES, step + STAGES, weight, tiles, full, sizes, SPEC)
-                _fetch_x(place + STAGES, step + STAGES, x, values, full, sizes, SPEC)
+                fetch_x(place + STAGES, step + STAGES, x, values, full, sizes, SPEC)
         is_first = True
         if SPEC.splits > 1:
             is_first = number % SPEC.splits == 0
             if is_first:
-                acc, up = _collect(acc, up, number, pointers, SPEC)
+                acc, up = collect(acc, up, number, pointers, SPEC)
             else:
-                _leave(acc, up, number, pointers, SPEC)
+                leave(acc, up, number, pointers, SPEC)
         if is_first:
             _store(acc, up, tile, M, N, stride_out, pointers, sizes, SPEC, KIND, LIMIT, UP_OFFSET)
         at = stop

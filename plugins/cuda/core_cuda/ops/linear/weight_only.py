@@ -22,9 +22,11 @@ from core.common.ops.linear.weight_only import CODES_PER_WORD, WEIGHT_ONLY_LINEA
 from core_cuda.ops import launching
 from core_cuda.ops.conditions import no_codes
 from core_cuda.ops.launching import start_next, wait_for_inputs
-from core_cuda.ops.linear import coded_configs
+from core_cuda.ops.linear import coded_configs, hopper_coded
 from core_cuda.ops.linear.coded import coded_linear
 from core_cuda.ops.linear.coded_configs import CodedConfig, CodedShape, default_config, why_no_tile
+from core_cuda.ops.linear.hopper_coded import hopper_coded_linear
+from core_cuda.ops.linear.skinny_configs import is_hopper
 from core_cuda.ops.packed import unpack
 from core_cuda.ops.registration import kernel_of
 from core_cuda.tuned import winner
@@ -139,8 +141,10 @@ def _measured(shape: CodedShape, code: torch.dtype) -> tuple[bool, Any]:
     return winner("weight_only_linear", sizes | {"codes": str(code).removeprefix("torch.")}, ranged=("rows",))
 
 
-def _product(choose: Callable[[CodedShape, torch.dtype], CodedConfig | None]) -> Callable[..., Tensor]:
-    """Return a kernel of the op."""
+def _product(
+    choose: Callable[[CodedShape, torch.dtype], CodedConfig | None], *, early: bool = False
+) -> Callable[..., Tensor]:
+    """Return a kernel of the op. early: whether few rows go to the kernel that reads the weight ahead of time."""
 
     def product(
         x: Tensor, w_codes: Tensor, w_scale: Tensor, w_zero_point: Tensor | None, bias: Tensor | None, *, num_bits: int
@@ -149,13 +153,18 @@ def _product(choose: Callable[[CodedShape, torch.dtype], CodedConfig | None]) ->
         rows = x.reshape(-1, depth)
         if rows.shape[0] == 0:
             return x.new_empty((*x.shape[:-1], columns))
-        config = choose(shape_of(x, w_codes, w_scale, num_bits), w_codes.dtype)
-        out = multiply(rows, w_codes, w_scale, w_zero_point, bias, num_bits, config)
+        shape = shape_of(x, w_codes, w_scale, num_bits)
+        if early and shape.rows <= hopper_coded.MAX_ROWS and hopper_coded.takes(rows, w_codes):
+            out = hopper_coded_linear(rows, w_codes, w_scale, w_zero_point, bias, bits=num_bits)
+        else:
+            config = choose(shape, w_codes.dtype)
+            out = multiply(rows, w_codes, w_scale, w_zero_point, bias, num_bits, config)
         return out.view(*x.shape[:-1], columns)
 
     return product
 
 
+weight_only_linear_early = kernel_of(WEIGHT_ONLY_LINEAR, "early")(_product(_choose, early=True))
 weight_only_linear = kernel_of(WEIGHT_ONLY_LINEAR)(_product(_choose))
 weight_only_linear_other = kernel_of(WEIGHT_ONLY_LINEAR, "other")(_product(_choose_other))
 
@@ -171,6 +180,26 @@ def why_not(call: OpCall) -> str | None:
         return f"w_scale is {scale.dtype}, and the kernels take torch.float32"
     if bias is not None and bias.dtype != x.dtype:
         return f"bias is {bias.dtype} and x {x.dtype}, and cuBLAS adds a bias of x's dtype only"
+    return None
+
+
+def why_not_early(call: OpCall) -> str | None:
+    """Return why the weight cannot be read before earlier kernels have ended, or None."""
+    held = {"w_codes", "w_scale", "w_zero_point"} - {name for name, value in call.args.items() if value is None}
+    if not held <= call.constants:
+        missing = ", ".join(sorted(held - call.constants))
+        return f"{missing} are no constants that are bound to the graph, and can't be read ahead of time"
+    if not is_hopper():
+        return "it reads weights ahead of time at compute capability 9 only"
+    x, codes, scale = (call.args[name] for name in ("x", "w_codes", "w_scale"))
+    return hopper_coded.why_not(shape_of(x, codes, scale, call.args["num_bits"])) or why_not(call)
+
+
+def late_timed(call: OpCall) -> str | None:
+    """Return why the kernel that reads weights no earlier than it must is not worth timing, or None."""
+    rows = call.args["x"].numel() // max(call.args["x"].shape[-1], 1)
+    if rows > hopper_coded.MAX_ROWS:
+        return f"it has {rows} rows, for which both kernels are one"
     return None
 
 
