@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Load, compile, serve one token; return the seconds of the `phases` by name, those of compilers beside the
-    first step (`background_s`), and what the compile `cache` did.
+    first step (`background_s`), how many `kernels` were `compiled`, and which part `ahead` of the first run, and what
+    the compile `cache` did.
 
     arguments: `started` (time.time() before the process was started), `device`, `model`, `preset`, `dtype`, `quantize`
     and `calibration` (or neither), `prompt` (its length) and `options` (as of `engine_options`).
@@ -64,6 +65,7 @@ def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
     itemised = {
         "trace": sum(trace.trace_s for trace in report.traces),
         "passes": sum(trace.passes_s + trace.aten_s for trace in report.traces),
+        "kernels": sum(trace.choose_s for trace in report.traces) + report.ahead_s,
         "lower": sum(bucket.lower_s for bucket in report.buckets),
         "capture": report.capture_s,
     }
@@ -75,6 +77,7 @@ def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "phases": phases,
         "background_s": report.background_s,
+        "kernels": {"compiled": report.num_kernels, "ahead": report.num_ahead},
         "cache": f"{report.cache.state}: {report.cache.reason}".removesuffix(": "),
     }
 

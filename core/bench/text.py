@@ -136,7 +136,10 @@ def start_lines(start: Mapping[str, Any]) -> Iterator[str]:
         more = (
             f"; {seconds:.2f} s more of compiling beside its steps" if (seconds := start[kind]["background_s"]) else ""
         )
-        yield f"  {kind}: {start[kind]['total_s']:.2f} s ({each}); compile cache: {start[kind]['cache']}{more}"
+        made = start[kind]["kernels"]
+        kernels = f"{made['compiled']} kernels compiled, {made['ahead']} of them ahead of the first run"
+        told = f"{start[kind]['total_s']:.2f} s ({each}); {kernels}"
+        yield f"  {kind}: {told}; compile cache: {start[kind]['cache']}{more}"
 
 
 def kernel_tables(profile: Mapping[str, Any]) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,13 @@ Build = Callable[[KernelForms], Iterable[str]]
 
 Raises `UsageError` where they can't be built on this machine."""
 
+BeginKernels = Callable[[Callable[..., Any], Mapping[str, Any]], None]
+"""Begins to compile the kernels that a call of an op's implementation launches, and returns; runs nothing on a device.
+
+Takes the function (`OpImplementation.fn`) and every argument of the op by name. Tensors are on device "meta": they have
+the shape, strides and dtype of the call's, `data_ptr()` tells how far from 16 bytes theirs begin, and there is no
+content. What the compiler has no kernels of is passed over."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelCompiler:
@@ -52,6 +59,10 @@ class KernelCompiler:
     package: str = ""
     #: builds the kernels ahead of any model; None where only a call says what they are
     build: Build | None = None
+    #: entered while programs are prepared: gives what begins kernels ahead of their first launch, several at a time,
+    #: and is left when all of these are there. A launch inside the block waits for its own kernel. None where kernels
+    #: are compiled by what launches them
+    ahead: Callable[[], AbstractContextManager[BeginKernels]] | None = None
 
 
 @contextmanager

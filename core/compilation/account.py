@@ -34,6 +34,8 @@ class Account:
     #: Buckets without a graph because the device ran out of room, each with the reason.
     dropped: dict[GraphKey, str] = field(default_factory=dict)
     num_kernels: int = 0
+    num_ahead: int = 0
+    ahead_s: float = 0.0
     num_measured: int = 0
 
     def note(self, note: str) -> None:
@@ -71,6 +73,8 @@ class Account:
             static_bytes=static_bytes,
             total_s=time.perf_counter() - self.start,
             num_kernels=self.num_kernels,
+            num_ahead=self.num_ahead,
+            ahead_s=self.ahead_s,
             num_measured=self.num_measured,
             cache=cache or CacheReport(),
             dropped=dict(self.dropped),

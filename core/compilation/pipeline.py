@@ -26,6 +26,7 @@ from core.compilation.capture.pieces import PieceLowering
 from core.compilation.capture.plan import CapturedBucket
 from core.compilation.capture.runner import GraphRunner
 from core.compilation.capture.watch import Watched, watch_modules
+from core.compilation.phases.ahead import KernelsAhead
 from core.compilation.phases.phase import Phase, Stages
 from core.compilation.phases.traced_phase import TracedPhase
 from core.compilation.phases.tracer import Tracer
@@ -69,6 +70,7 @@ def make_program(request: CompileRequest) -> Program:
             with paused(), counting_kernels(request.device.kernel_compilers) as count:
                 phases, captured = _Pipeline(stages).run()
                 account.num_kernels = count()
+                account.num_ahead, account.ahead_s = stages.ahead.num_kernels, stages.ahead.wait_s
                 if stages.cache is not None:
                     stages.cache.save()
         except BaseException:
@@ -120,6 +122,7 @@ def make_stages(request: CompileRequest, account: Account, rewriter: Rewriter) -
         tracer=Tracer(request, buffers),
         rewriter=rewriter,
         pieces=PieceLowering(device.lowerings.resolve(options.lowering)[1]),
+        ahead=KernelsAhead(device, account.note),
         cache=open_cache(request, rewriter),
     )
 
@@ -147,10 +150,11 @@ class _Pipeline:
         """Prepare and capture all phases; return the mode of each, and the captured buckets."""
         tell, candidates = on_first_rank(self._options.progress), self._request.candidates
         prepared: dict[str, _Prepared] = {}
-        for index, (name, modes) in enumerate(candidates.items()):
-            if self._request.runs_trace(modes[0]):
-                tell(f"trace {name}", index, len(candidates))
-            prepared[name] = self._prepare(name, modes)
+        with self._stages.ahead.compiling():  # no capture may load a kernel
+            for index, (name, modes) in enumerate(candidates.items()):
+                if self._request.runs_trace(modes[0]):
+                    tell(f"trace {name}", index, len(candidates))
+                prepared[name] = self._prepare(name, modes)
         while True:
             order = capture_order({name: keys for name, (_, keys, _) in prepared.items()})
             captured: dict[GraphKey, CapturedBucket] = {}

@@ -110,6 +110,10 @@ class ProgramReport:
     background_s: float = 0.0
     #: Kernels compiled for this program, those that were found compiled on disk not counted.
     num_kernels: int = 0
+    #: Those of them that were compiled ahead of the first run, several at a time.
+    num_ahead: int = 0
+    #: Seconds that the first capture waited for these.
+    ahead_s: float = 0.0
     #: Calls of ops that were timed for this program, those whose times were found on disk not counted.
     num_measured: int = 0
     #: What the compile cache did.
@@ -165,7 +169,7 @@ class ProgramReport:
         parts = {
             "tracing": sum(trace.trace_s for trace in made),
             "passes": sum(trace.passes_s + trace.aten_s for trace in made),
-            "choosing and building kernels": sum(trace.choose_s for trace in made),
+            "choosing and building kernels": sum(trace.choose_s for trace in made) + self.ahead_s,
             "lowering": sum(bucket.lower_s for bucket in self.buckets),
             "capturing": self.capture_s,
         }
@@ -219,6 +223,8 @@ class ProgramReport:
             lines.append(
                 f"  {len(self.buckets)} buckets captured in {self.capture_s:.2f} s, {self.graph_bytes / 2**20:.1f} MiB"
             )
+        if self.num_ahead:
+            lines.append(f"  kernels: {self.num_ahead} of {self.num_kernels} compiled ahead of the first run")
         lines += [f"  note: {note}" for note in self.notes]
         if self.cache.state != "off":
             lines.append(f"  cache {self.cache}; {self.counters_text}")

@@ -325,7 +325,8 @@ def test_a_start_is_itemised() -> None:
     assert found["background_s"] == 0.0  # nothing is compiled
     assert cache.split(":")[0] in ("off", "hit", "miss", "refused") and cache.rstrip(": ") == cache
     assert list(phases)[:3] == ["imports", "device", "weights"]
-    assert list(phases)[3:] == ["checks", "trace", "passes", "lower", "capture", "rest of compile", "first token"]
+    of_compile = ["trace", "passes", "kernels", "lower", "capture", "rest of compile"]
+    assert list(phases)[3:] == ["checks", *of_compile, "first token"] and found["kernels"]["ahead"] == 0
     assert all(seconds >= 0 for seconds in phases.values()) and phases["imports"] > 1 and phases["trace"] > 0
 
 
@@ -336,17 +337,20 @@ def test_a_start_is_timed_cold_then_warm_with_caches_of_its_own(monkeypatch: pyt
         calls.append((module, payload, CORE_CACHE_DIR))
         phases = {"imports": len(calls), "weights": 2.5}
         cold = len(calls) == 1
-        told = {"background_s": 8.5 if cold else 0.0, "cache": "miss" if cold else "hit"}
+        kernels = {"compiled": 9, "ahead": 7} if cold else {"compiled": 0, "ahead": 0}
+        told = {"background_s": 8.5 if cold else 0.0, "kernels": kernels, "cache": "miss" if cold else "hit"}
         return WorkerResult(answer={"phases": phases, **told})
 
     monkeypatch.setattr(start, "ask_once", ask)
     found = measure_start({**ASKED, "options": {}})
     phases = {"imports": 1, "weights": 2.5}
-    assert found["cold"] == {"phases": phases, "background_s": 8.5, "cache": "miss", "total_s": 3.5}
+    told = {"background_s": 8.5, "kernels": {"compiled": 9, "ahead": 7}, "cache": "miss"}
+    assert found["cold"] == {"phases": phases, **told, "total_s": 3.5}
     assert found["warm"]["total_s"] == 4.5 and found["warm"]["cache"] == "hit"
     lines = list(start_lines(found))
     assert lines[1].endswith("compile cache: miss; 8.50 s more of compiling beside its steps")
-    assert lines[2].endswith("(imports 2.00, weights 2.50); compile cache: hit")
+    assert "9 kernels compiled, 7 of them ahead of the first run" in lines[1]
+    assert "(imports 2.00, weights 2.50); 0 kernels compiled" in lines[2] and lines[2].endswith("compile cache: hit")
     assert calls[0][0] == "core.bench.start_worker" and calls[0][1]["started"] > 0
     folders = [folder for _, _, folder in calls]
     assert folders[0] == folders[1] and not Path(folders[0]).exists()

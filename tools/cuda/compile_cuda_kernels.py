@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,30 +85,26 @@ def compile_only(capability: int, tell: Callable[[dict[str, Any]], None] | None 
         "num_multiprocessors": lambda: 132,
         "shared_bytes": lambda: SHARED_KIB[capability] * 1024,
     }
-    real = {name: getattr(launching, name) for name in ("launch", *answers)}
+    real = {name: getattr(launching, name) for name in answers}
     before = ""
 
-    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+    def compiled(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         nonlocal before
-        if "OVERLAP" in kernel.arg_names:
-            meta["OVERLAP"] = launching.can_overlap()
-            if meta["OVERLAP"]:
-                meta["launch_pdl"] = True
-        made = kernel.warmup(*args, grid=grid, **meta)
+        made = kernel.warmup(*args, grid=grid, **options)
         if tell is not None:
             registers, stack = resources(made.asm["cubin"])
             told = {"kernel": kernel.__name__, "grid": list(grid), "num_warps": made.metadata.num_warps}
             told |= {"num_stages": made.metadata.num_stages, "shared": made.metadata.shared}
             told |= {"tensor": getattr(made.metadata, "tmem_size", None) or 0}
             told |= {"registers": registers, "stack": stack}
-            tell(told | (overlap(kernel, made, before) if meta.get("OVERLAP") else {}))
+            tell(told | (overlap(kernel, made, before) if options.get("OVERLAP") else {}))
         before = kernel.__name__
 
-    launching.launch = launch
     for name, answer in answers.items():
         setattr(launching, name, answer)
     try:
-        yield
+        with launching.instead_of_launching(compiled):
+            yield
     finally:
         for name, function in real.items():
             setattr(launching, name, function)

@@ -46,26 +46,31 @@ class BucketLowering:
         self._known: dict[tuple[int, _Chosen], FlatCallable] = {}
         self._begun: dict[GraphKey, UnderWay[FlatCallable]] = {}
 
-    def measure(
+    def choose(
         self, traced: TracedGraph, ops: Sequence[OpChoice], keys: Sequence[GraphKey]
     ) -> tuple[MeasuredChoice, ...]:
-        """Return what calls become, in each bucket, that several implementations take; they are timed on the device."""
-        account, buffers = self._stages.account, self._stages.buffers
-        bound = self._stages.request.bound
+        """Begin the kernels of these calls; return what those become, in each bucket, that several implementations
+        take, where the program is to measure: they are timed on the device."""
+        account, stages, module = self._stages.account, self._stages, traced.module
+        asks = stages.ahead.compiles or any(choice.others for choice in ops)
+        buckets = {key: self._values(traced, key) for key in keys} if asks else {}
+        stages.ahead.begin(module, ops, buckets)
+        if not stages.request.options.measure:
+            return ()
+        measurer = Measurer(self._device, self._artifacts, account.note)
+        found = measurer.choose(module, ops, buckets)
+        account.num_measured += measurer.num_measured
+        return found
+
+    def _values(self, traced: TracedGraph, key: GraphKey) -> BucketValues:
+        views, bound = self._stages.buffers.views(key), self._stages.request.bound
         own = [
             isinstance(slot, ConstantSlot) or (isinstance(slot, InputSlot) and slot.name in bound)
             for slot in traced.slots
         ]
         placeholders = traced.module.graph.find_nodes(op="placeholder")
-        buckets = {}
-        for key in keys if any(choice.others for choice in ops) else ():
-            views = buffers.views(key)
-            values = {n: v for n, v, keep in zip(placeholders, traced.values(views), own, strict=True) if keep}
-            buckets[key] = BucketValues(traced.sizes(views), values)
-        measurer = Measurer(self._device, self._artifacts, account.note)
-        found = measurer.choose(traced.module, ops, buckets)
-        account.num_measured += measurer.num_measured
-        return found
+        given = zip(placeholders, traced.values(views), own, strict=True)
+        return BucketValues(traced.sizes(views), {node: value for node, value, keep in given if keep})
 
     def begin(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...]) -> None:
         """Begin to lower a graph in one of its buckets, if the lowering's compiler runs by itself; `lower` waits."""

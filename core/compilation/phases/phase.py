@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from core.compilation.capture.pieces import PieceLowering
     from core.compilation.capture.plan import Cropper
     from core.compilation.capture.runner import GraphRunner
+    from core.compilation.phases.ahead import KernelsAhead
     from core.compilation.phases.tracer import Tracer
     from core.compilation.request import CompileRequest
     from core.compilation.rewriting import Rewriter
@@ -57,6 +58,7 @@ class Stages:
     tracer: Tracer
     rewriter: Rewriter
     pieces: PieceLowering
+    ahead: KernelsAhead
     #: None if the compile cache is off.
     cache: ProgramCache | None
 

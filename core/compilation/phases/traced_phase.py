@@ -219,7 +219,7 @@ class TracedPhase:
         for note in unmet(ops, providers):
             self._stages.account.note(note)
         num_breaks = mark_breaks(module, break_names) if break_names else 0
-        measured = self._lowering.measure(rewritten.traced, ops, served) if options.measure else ()
+        measured = self._lowering.choose(rewritten.traced, ops, served)
         report = TraceReport(
             phase=self.name,
             num_nodes=num_nodes,

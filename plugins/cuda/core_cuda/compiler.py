@@ -5,23 +5,24 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from threading import Thread
+from contextlib import AbstractContextManager, contextmanager, suppress
+from threading import Lock, Thread
 from typing import Any
 
-from core.common.kernel_compilers import Count, KernelCompiler
+from core.common.kernel_compilers import BeginKernels, Count, KernelCompiler
 
 
 @contextmanager
 def counting() -> Iterator[Count]:
     """Count by Triton's listener, which also hears of kernels that it finds on disk; 0 where Triton is not loaded."""
-    compiled = 0
+    compiled, lock = 0, Lock()  # kernels are compiled by several threads
     knobs: Any = getattr(sys.modules.get("triton"), "knobs", None)
     previous = knobs.compilation.listener if knobs is not None else None
 
     def hear(**event: Any) -> None:
         nonlocal compiled
-        compiled += not event.get("cache_hit", False)
+        with lock:
+            compiled += not event.get("cache_hit", False)
         if previous is not None:
             previous(**event)
 
@@ -51,4 +52,12 @@ def begin_key() -> Thread:
     return thread
 
 
-TRITON = KernelCompiler(name="triton", counting=counting, folder_variable="TRITON_CACHE_DIR", package="triton")
+def _ahead() -> AbstractContextManager[BeginKernels]:
+    from core_cuda.ahead import compiling_ahead  # imports Triton, which a device without kernels need not have
+
+    return compiling_ahead()
+
+
+TRITON = KernelCompiler(
+    name="triton", counting=counting, folder_variable="TRITON_CACHE_DIR", package="triton", ahead=_ahead
+)

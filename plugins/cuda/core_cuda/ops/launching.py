@@ -14,6 +14,9 @@ they wait is listed as `READ_EARLY` beside them. Nor does it say anything of oth
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +52,9 @@ _DESCRIPTOR_CAPABILITY = (9, 0)
 _INTERPRETED_MULTIPROCESSORS = 8
 _INTERPRETED_CAPABILITY = (9, 0)
 _INTERPRETED_SHARED_BYTES = 227 * 1024  # as at compute capability 9.0
+Launched = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Any]], None]
+"""Takes a launch: kernel, grid, arguments, and options with all that `launch` adds."""
+_INSTEAD: ContextVar[Launched | None] = ContextVar("instead_of_launching", default=None)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -63,7 +69,21 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         options["OVERLAP"] = can_overlap()
         if may_overlap():
             options["launch_pdl"] = True
-    kernel[grid](*args, **options)
+    instead = _INSTEAD.get()
+    if instead is None:
+        kernel[grid](*args, **options)
+    else:
+        instead(kernel, grid, args, options)
+
+
+@contextmanager
+def instead_of_launching(do: Launched) -> Iterator[None]:
+    """Have launches of this thread inside the block do this in place of running a kernel."""
+    token = _INSTEAD.set(do)
+    try:
+        yield
+    finally:
+        _INSTEAD.reset(token)
 
 
 def order_fully(stream: int) -> None:

@@ -1,0 +1,77 @@
+"""core_cuda/ahead.py: what is compiled from stand-ins, in threads, is what the launches of the same calls take."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+
+from core_cuda import ahead
+from core_cuda.compiler import TRITON
+from core_cuda.ops import launching
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.interpreter
+def test_kernels_begun_ahead_are_those_that_calls_launch(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "plugins/cuda", ROOT)))}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, str(Path(__file__).with_name("ahead_worker.py"))]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    told = json.loads(run.stdout.splitlines()[-1])
+    assert set(told["launched"]) >= {"norm_kernel", "decode_kernel", "hopper_kernel", "_row_kernel", "_argmax_kernel"}
+    assert told["ahead"] >= len(set(told["launched"])) and told["later"] == 0
+    assert told["threads"] == ["core-triton"]
+    assert told["unaligned"] == 1  # an address that no stand-in had
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_the_interpreter_compiles_nothing_ahead(interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(ahead, "INTERPRETED", interpreted)
+    monkeypatch.setitem(ahead.CODE_OF, id, lambda rows: asked.append(rows))
+    assert TRITON.ahead is not None
+    with TRITON.ahead() as begin:
+        begin(id, {"rows": 4})
+        begin(abs, {"rows": 4})  # no kernel of the plugin
+    assert asked == ([] if interpreted else [4])
+
+
+def test_a_kernel_is_loaded_where_it_was_compiled_and_its_error_is_left_to_the_launch() -> None:
+    class Kernel:
+        asked = 0
+
+        @property
+        def run(self) -> Any:
+            self.asked += 1
+            raise RuntimeError("out of shared memory")
+
+    kernel = Kernel()
+    assert ahead._loaded(lambda: kernel) is kernel and kernel.asked == 1
+
+
+def test_launches_are_replaced_inside_the_block_alone() -> None:
+    launched: list[tuple[Any, ...]] = []
+
+    class Kernel:
+        arg_names = ("x",)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **options: launched.append(("real", grid, args, options))
+
+    kernel = Kernel()
+    with launching.instead_of_launching(lambda kernel, *given: launched.append(("instead", *given))):
+        launching.launch(kernel, (1,), 7, num_warps=4)
+        launching.launch(kernel, (0,), 7)
+    launching.launch(kernel, (2,), 8)
+    assert launched == [("instead", (1,), (7,), {"num_warps": 4}), ("real", (2,), (8,), {})]
