@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import _async_compile as in_threads
 
 from core.common.kernel_compilers import BeginKernels
@@ -56,10 +57,23 @@ def _loaded(compile_kernel: Callable[[], Any]) -> Any:
 
 
 def _begin(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    code = CODE_OF.get(fn)  # type: ignore[call-overload]  # functions of others are asked for too
-    if code is not None:
-        with instead_of_launching(_compile), torch.no_grad():
-            code(**arguments)
+    if fn in CODE_OF:
+        with instead_of_launching(_compile), torch.no_grad(), _Launching():  # type: ignore[no-untyped-call]
+            fn(**arguments)
+
+
+class _Launching(TorchDispatchMode):
+    """Runs the code of kernels, which may call others, on device "meta" too, where torch runs their fakes instead."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one op."""
+        code = CODE_OF.get(func)
+        if code is None:
+            return func(*args, **(kwargs or {}))
+        with self:
+            return code(*args, **(kwargs or {}))
 
 
 def _compile(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: Mapping[str, Any]) -> None:

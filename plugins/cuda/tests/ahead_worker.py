@@ -40,6 +40,11 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "cuda_attention", (), paged(1, 1, 256, HEADS, "cpu")
     yield "cuda_attention", (), paged(1, 2048, 2048, HEADS, "cpu")  # by tensor descriptors
     yield "cuda_linear", (rows(1, 4096), rows(6144, 4096), None), {}
+    yield (
+        "cuda_gated_linear",
+        (rows(512, 512), rows(1024, 512), None),
+        {"kind": "silu"},
+    )  # a product, then a kernel of gates
     yield "cuda_argmax", (rows(1, 128256),), {}
 
 

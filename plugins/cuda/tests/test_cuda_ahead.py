@@ -29,7 +29,14 @@ def test_kernels_begun_ahead_are_those_that_calls_launch(tmp_path: Path) -> None
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     told = json.loads(run.stdout.splitlines()[-1])
-    assert set(told["launched"]) >= {"norm_kernel", "decode_kernel", "hopper_kernel", "_row_kernel", "_argmax_kernel"}
+    assert set(told["launched"]) >= {
+        "norm_kernel",
+        "decode_kernel",
+        "hopper_kernel",
+        "_row_kernel",
+        "_gate_kernel",
+        "_argmax_kernel",
+    }
     assert told["ahead"] >= len(set(told["launched"])) and told["later"] == 0
     assert told["threads"] == ["core-triton"]
     assert told["unaligned"] == 1  # an address that no stand-in had
@@ -38,11 +45,15 @@ def test_kernels_begun_ahead_are_those_that_calls_launch(tmp_path: Path) -> None
 @pytest.mark.parametrize("interpreted", [True, False])
 def test_the_interpreter_compiles_nothing_ahead(interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
+
+    def launched(rows: int) -> None:
+        asked.append(rows)
+
     monkeypatch.setattr(ahead, "INTERPRETED", interpreted)
-    monkeypatch.setitem(ahead.CODE_OF, id, lambda rows: asked.append(rows))
+    monkeypatch.setitem(ahead.CODE_OF, launched, launched)
     assert TRITON.ahead is not None
     with TRITON.ahead() as begin:
-        begin(id, {"rows": 4})
+        begin(launched, {"rows": 4})
         begin(abs, {"rows": 4})  # no kernel of the plugin
     assert asked == ([] if interpreted else [4])
 

@@ -16,7 +16,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 OP_OF: dict[torch._ops.OpOverload, str] = {}
 """The canonical op, as `core::attention`, of each kernel that was registered."""
 CODE_OF: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
-"""The function that was registered as each kernel, which launches what the kernel consists of."""
+"""What torch calls for each kernel, with the arguments of its schema: it launches what the kernel consists of."""
 
 
 def own_kernel(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
@@ -68,7 +68,7 @@ def kernel_of(op: CanonicalOp, variant: str = "") -> Callable[[Callable[..., Any
         torch.library.register_fake(f"{NAMESPACE}::{name}", op.fake, lib=_LIBRARY)
         overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
         OP_OF[overload] = op.qualified_name
-        CODE_OF[overload] = function
+        CODE_OF[overload] = run
         return overload
 
     return register
