@@ -1,7 +1,8 @@
 """Begins the kernels of calls from stand-ins, then makes the calls, for a GPU of capability 9.0 that need not be there.
 
 Prints one JSON line: the kernels `launched`, how many were compiled `ahead` and `later`, the names of the `threads`
-that compiled, and the kernels compiled for a call whose rows begin at an `unaligned` address.
+that compiled, and the kernels compiled for a call whose rows begin at an `unaligned` address. With the word "model":
+the kernels `compiled` for the programs of a model, and how many of them `ahead`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,28 @@ def stand_in(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
+def of_a_model() -> None:
+    """Make the programs of a small model, on the recording device, and print how many kernels were compiled when."""
+    from core.compilation.options import CompileOptions
+    from core.engine.models.loading import build_model
+    from core.engine.models.tiny import tiny_config
+    from core.engine.serve.engine import Engine
+    from core.engine.steps.runner import EngineConfig
+    from tests.recording import acme
+
+    options = CompileOptions(lowering="inline", mode="full", measure=False, cache=False)
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 128, "decode_buckets": (2,), "prefill_buckets": (64,)}
+    config = EngineConfig(**sizes, sampling=("greedy",), options=options)
+    with compile_only(90):
+        device = acme(ops=IMPLEMENTATIONS)
+        device = replace(device, parts=replace(device.parts, kernel_compilers=(TRITON,)))
+        loaded = build_model(tiny_config("llama"), torch_device=device.torch_device, dtype=torch.bfloat16)
+        with Engine(loaded, device, config) as engine:
+            report = engine.report()
+    told = {"compiled": report.num_kernels, "ahead": report.num_ahead, "notes": report.notes}
+    sys.stdout.write(json.dumps(told) + "\n")
+
+
 def main() -> None:
     by_name = {each.name: each for each in IMPLEMENTATIONS}
     launched: list[str] = []
@@ -88,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    of_a_model() if sys.argv[1:] == ["model"] else main()
