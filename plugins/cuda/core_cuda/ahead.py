@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import _async_compile as in_threads
+from triton.runtime import driver
 
 from core.common.kernel_compilers import BeginKernels
 from core_cuda.ops.launching import INTERPRETED, instead_of_launching
@@ -28,31 +29,33 @@ def compiling_ahead() -> Iterator[BeginKernels]:
     if INTERPRETED or in_threads.active_mode.get() is not None:
         yield _begin if not INTERPRETED else _pass_over
         return
-    place = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else (None, ())
     # The launch of a kernel that did not compile compiles it again, and says what is wrong.
     with (
-        ThreadPoolExecutor(_num_threads(), "core-triton", *place) as pool,
-        in_threads.AsyncCompileMode(_Loading(pool), ignore_errors=True),
+        ThreadPoolExecutor(_num_threads(), "core-triton") as pool,
+        in_threads.AsyncCompileMode(_Launchable(pool), ignore_errors=True),
     ):
         yield _begin
 
 
-class _Loading:
-    """What `AsyncCompileMode` takes of an executor; a kernel is also loaded in the thread that compiled it."""
+class _Launchable:
+    """What `AsyncCompileMode` takes of an executor; beside each kernel it has made what launches it."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
         """Begin to compile a kernel."""
-        return self._pool.submit(_loaded, compile_kernel)
+        return self._pool.submit(_launchable, compile_kernel)
 
 
-def _loaded(compile_kernel: Callable[[], Any]) -> Any:
-    """Return a compiled kernel that is ready to run: Triton has the C compiler build what launches it."""
+def _launchable(compile_kernel: Callable[[], Any]) -> Any:
+    """Return a compiled kernel; Triton has the C compiler make what launches it, and finds that on disk afterwards.
+
+    The GPU is not asked for anything here: the stream of another thread may be captured.
+    """
     kernel = compile_kernel()
     with suppress(Exception):  # whoever launches the kernel is told
-        _ = kernel.run
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,17 +67,20 @@ def test_the_interpreter_compiles_nothing_ahead(interpreted: bool, monkeypatch: 
     assert asked == ([] if interpreted else [4])
 
 
-def test_a_kernel_is_loaded_where_it_was_compiled_and_its_error_is_left_to_the_launch() -> None:
-    class Kernel:
-        asked = 0
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_launches_a_kernel_is_made_beside_it_and_its_error_is_left_to_the_launch(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[object, object]] = []
 
-        @property
-        def run(self) -> Any:
-            self.asked += 1
-            raise RuntimeError("out of shared memory")
+    def launcher(src: object, metadata: object) -> None:
+        made.append((src, metadata))
+        if fails:
+            raise OSError("no C compiler")
 
-    kernel = Kernel()
-    assert ahead._loaded(lambda: kernel) is kernel and kernel.asked == 1
+    monkeypatch.setattr(ahead, "driver", SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher)))
+    kernel = SimpleNamespace(src="source", metadata="metadata")
+    assert ahead._launchable(lambda: kernel) is kernel and made == [("source", "metadata")]
 
 
 def test_launches_are_replaced_inside_the_block_alone() -> None:
