@@ -89,6 +89,8 @@ class TraceError(CoreError):
 
     #: The model changes Python state as it runs, which no capture without a trace would repeat either.
     keeps_state = False
+    #: It states a recurrence for which there is no op: what it computes eagerly is something else than its trace.
+    states_recurrence = False
 
 
 class LoweringError(CoreError):

@@ -204,17 +204,18 @@ class _Pipeline:
     ) -> tuple[Mode, ...]:
         """Return the untried modes to try after the phase's own mode failed, and note why.
 
-        Raises the error if there is none, or if strict. A traced mode is followed by modes without a trace. A model
-        that could be traced is run eagerly only after a capture without a trace failed too: before that the fault may
-        be anything, a full memory or a bug.
+        Raises the error if there is none, or if strict, unless no graph could compute what the trace states. A traced
+        mode is followed by modes without a trace. A model that could be traced is run eagerly only after a capture
+        without a trace failed too: before that the fault may be anything, a full memory or a bug.
         """
         was_traced = isinstance(error, CaptureError)
         traced_modes = TRACED_MODES if self._request.traced else ()
         dropped = (*traced_modes, "off") if was_traced and phase.mode in traced_modes else traced_modes
-        if isinstance(error, TraceError) and error.keeps_state and self._options.eager is None:
+        stated = isinstance(error, TraceError) and error.states_recurrence
+        if stated or (isinstance(error, TraceError) and error.keeps_state and self._options.eager is None):
             untried = tuple(mode for mode in untried if mode == "off")  # a capture without a trace would freeze it too
         modes = tuple(mode for mode in untried if mode not in dropped or (mode == "off" and "segmented" in untried))
-        if not modes or self._options.strict:
+        if not modes or (self._options.strict and not stated):
             raise error
         self._stages.tracer.forget(phase.name)
         what = "captured" if was_traced else "traced"

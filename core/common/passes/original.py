@@ -14,6 +14,7 @@ from torch import fx
 
 from core.common.node_meta import describe, value_key, value_of
 from core.common.ops.host_reads import reads_host
+from core.common.ops.recurrent.tokens import is_stated
 from core.common.passes.viewed import Step, Viewed, ends, insert
 
 ORIGINAL = "core_original"
@@ -53,8 +54,10 @@ class Original:
         """Record the interior (in graph order) of a site that becomes `op`; inputs: the op's input nodes.
 
         Besides these, the interior may read placeholders, and sizes computed from inputs or placeholders. Returns None
-        if it reads anything else, since the interior could then not be put back.
+        if it reads anything else, since the interior could then not be put back, and if it only states a recurrence.
         """
+        if any(is_stated(node.target) for node in interior):
+            return None
         sizes = missing_sizes(interior, [each.node for each in inputs])
         if sizes is None:
             return None

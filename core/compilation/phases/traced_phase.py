@@ -21,6 +21,7 @@ from core.compilation.phases.counted import MAX_WAYS, CountedRun, first_uncovere
 from core.compilation.phases.phase import Runnable
 from core.compilation.report import TraceReport
 from core.compilation.rewrite.batch_invariant import choose_invariant
+from core.compilation.rewrite.stated import check_runnable
 from core.compilation.rewriting import bound_constants
 from core.compilation.trace.counters import put_back
 from core.errors import CaptureError, LoweringError, TraceError
@@ -204,12 +205,12 @@ class TracedPhase:
         """Run the passes over a trace, then give its ops implementations and mark its break points."""
         traced, served = given.graph, given.keys
         num_nodes = len(traced.module.graph.nodes)
-        log.info(
-            "traced %s: %d nodes in %.2f s, serves %d buckets", self.name, num_nodes, traced.elapsed_s, len(served)
-        )
+        told = self.name, num_nodes, traced.elapsed_s, len(served)
+        log.info("traced %s: %d nodes in %.2f s, serves %d buckets", *told)
         sizes = [traced.sizes(self._stages.buffers.views(key)) for key in served]
         examples, options = self._served_examples(traced, served), self._request.options
         rewritten = self._stages.rewriter.rewrite(traced, tokens=self._tokens(served), sizes=sizes, examples=examples)
+        check_runnable(self.name, rewritten.traced.module)
         providers = options.providers or {}
         start = time.perf_counter()
         with _blaming(rewritten.passes):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from core.engine.config import Sampling
 from core.engine.heads.states import HiddenStates
@@ -13,7 +14,7 @@ from core.engine.inspect.attention import StepTensors
 from core.engine.lora.memory import AdapterMemory
 from core.engine.models.forward import accepted_arguments
 from core.engine.models.sharding.gathering import HeadParts, argmax_of_parts
-from core.engine.paged.recurrent import RecurrentStep
+from core.engine.paged.step_states import RecurrentStep, SlotStates, TokenStates
 from core.engine.steps.histories import STEP_OF_HISTORIES, Histories
 from core.engine.steps.inputs import table_names
 from core.engine.steps.sampling import next_tokens
@@ -76,8 +77,8 @@ class PagedLogits:
         if lora:
             assert self._adapters is not None
             self._adapters.begin_step(tables["adapter_slots"])
-        if self._recurrent is not None and self._max_query_len == 1:
-            self._recurrent.slots = tables["state_slots"]
+        if self._recurrent is not None:
+            self._recurrent.batch = self._batch(tables["state_slots"], seq_lens, query_starts, input_ids)
         arguments = {"logits_to_keep": logit_rows} if self._selects_rows else {}
         if self._takes_positions:
             arguments["position_ids"] = position_ids[None]
@@ -89,9 +90,19 @@ class PagedLogits:
         if self._adapters is not None:
             self._adapters.end_step()
         if self._recurrent is not None:
-            self._recurrent.slots = None
+            self._recurrent.batch = None
         logits: Tensor = output.logits[0]
         return logits if self._selects_rows else logits[logit_rows]
+
+    def _batch(
+        self, slots: Tensor, seq_lens: Tensor, query_starts: Tensor, input_ids: Tensor
+    ) -> SlotStates | TokenStates | None:
+        """Return the states of a step's tokens as a batch; None where it runs eagerly on runs."""
+        if self._max_query_len == 1:
+            return SlotStates(slots)
+        if is_dynamo_compiling():
+            return TokenStates.of(slots, seq_lens, query_starts, input_ids.shape[0])
+        return None
 
     @property
     def keeps_states(self) -> bool:

@@ -85,9 +85,7 @@ class PagedModel:
         if layers and max_model_len > EXHAUSTIVE:
             told.append(f"masks compared on sampled rows, as the context is longer than {EXHAUSTIVE}")
         if states:
-            told.append(
-                f"{len(states)} layers keep recurrent states in slots; prompts run eagerly, and share no beginning"
-            )
+            told.append(f"{len(states)} layers keep recurrent states in slots, and prompts share no beginning")
         self.reason = "; ".join(told)
         return layers
 

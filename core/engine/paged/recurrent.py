@@ -1,9 +1,13 @@
 """Slots of recurrent state, one for each sequence, attached to the modules that read and write them.
 
-A step's tokens are flattened over its sequences, and such a module computes along a sequence. So a module that is given
-a step runs its own code on the tokens of each sequence apart: all sequences of one token as a batch, each prompt alone.
-It is handed its states by what stands in for transformers' cache. Decode is one batch, and can be captured; which
-tokens of a prompt belong together is known to the host alone, so steps with prompts run eagerly.
+A step's tokens are flattened over its sequences, and such a module computes along a sequence. What stands in for
+transformers' cache hands it its states, and it runs its own code in one of two ways.
+
+- On a batch of single tokens: a step of decode. While a step with prompts is traced, its tokens are such a batch too,
+  with the state before each token stated and not computed (`core.common.ops.recurrent.tokens`); passes make ops of that
+  which compute along the sequences.
+- On runs, where a step with prompts runs eagerly: the tokens of each prompt alone, those of generating sequences as one
+  batch. Which tokens belong together is then known to the host.
 
 Legend of shapes: N slots, S sequences of a step, T its tokens.
 """
@@ -20,71 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from core.engine.inspect.recurrent import Recurrence, RecurrentLayer, StateKey
-from core.engine.paged.blocks import DROPPED_SLOT, FIRST_SLOT, NULL_SLOT
+from core.engine.paged.blocks import FIRST_SLOT, NULL_SLOT
+from core.engine.paged.step_states import RecurrentStep, Run, SlotStates, StepCache, TokenStates
 from core.engine.steps.step import Step
 
 _LAYER = "_core_recurrent"
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Tokens of a step that a module computes at once: one of each of several sequences, or several of one."""
-
-    #: Their places among the step's tokens.
-    rows: slice | Tensor
-    #: (S,) int64: the slots of their sequences.
-    slots: Tensor
-    #: Whether the sequence begins here, without any state.
-    begins: bool
-
-
-@dataclass(slots=True)
-class RecurrentStep:
-    """The step being run, shared by all layers: one of decode has slots, one with prompts has runs."""
-
-    #: (S,) int64, one for each token; `NULL_SLOT` for padding.
-    slots: Tensor | None = None
-    runs: tuple[Run, ...] | None = None
-    #: The places of the step's tokens among those of its runs, (T,) int64; None where they are in that order.
-    order: Tensor | None = None
-
-
-class StepCache:
-    """What a module gets for transformers' cache: the states of the sequences that it computes, by the same methods."""
-
-    def __init__(self, states: dict[StateKey, Tensor | None], widths: Mapping[StateKey, int]) -> None:
-        """states: (S, …) each, None for sequences that begin; changed in place. widths: of windows of convolutions."""
-        self.states = states
-        self._widths = widths
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the last inputs of a convolution, (S, channels, width); None where the sequence begins."""
-        return self.states.get(("conv", layer_idx, state_idx))
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return a recurrent state, (S, …); None where the sequence begins."""
-        return self.states.get(("recurrent", layer_idx, state_idx))
-
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
-    ) -> Tensor:
-        """Keep the last inputs of a convolution, and return all of them: those before, then the new ones."""
-        key: StateKey = ("conv", layer_idx, state_idx)
-        before, width = self.states.get(key), self._widths[key]
-        full = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
-        if full.shape[-1] < width:
-            full = nn.functional.pad(full, (width - full.shape[-1], 0))
-        self.states[key] = full[..., -width:]
-        return full
-
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Keep a recurrent state, and return it."""
-        self.states["recurrent", layer_idx, state_idx] = recurrent_states
-        return recurrent_states
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """Return False: earlier states are not kept."""
-        return False
 
 
 @dataclass(slots=True, eq=False)
@@ -106,15 +50,17 @@ class ServedLayer:
         """Stay with the original: a copied model must not duplicate the states."""
         return self
 
-    def decode(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], slots: Tensor) -> Any:
-        """Compute one token of each sequence. Tensors of the arguments and of the result are (1, S, …)."""
+    def batched(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], states: SlotStates | TokenStates
+    ) -> Any:
+        """Compute a batch of single tokens. Tensors of the arguments and of the result are (1, rows, …)."""
 
         def as_batch(values: Tensor) -> Tensor:
-            fits = values.dim() > 1 and values.shape[0] == 1 and values.shape[1] == slots.shape[0]
+            fits = values.dim() > 1 and values.shape[0] == 1 and values.shape[1] == states.num_rows
             return values.transpose(0, 1) if fits else values
 
         args, kwargs = _mapped(tuple(args), as_batch), _mapped(dict(kwargs), as_batch)
-        out = self._call(module, args, kwargs, slots, begins=False)
+        out = self._call(module, args, kwargs, states, begins=False)
         return _mapped(out, lambda values: values.transpose(0, 1))
 
     def compute(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], runs: Sequence[Run]) -> Any:
@@ -128,12 +74,12 @@ class ServedLayer:
                     return values
                 return values[:, rows] if isinstance(rows, slice) else values[:, rows].transpose(0, 1)
 
-            given = _mapped(tuple(args), own), _mapped(dict(kwargs), own)
+            given, states = (_mapped(tuple(args), own), _mapped(dict(kwargs), own)), SlotStates(run.slots)
             if isinstance(run.rows, Tensor):
-                out = self._call(module, *given, run.slots, begins=False)
+                out = self._call(module, *given, states, begins=False)
                 outs.append(_mapped(out, lambda values: values.transpose(0, 1)))
             elif run.begins or self.continues:
-                outs.append(self._call(module, *given, run.slots, begins=run.begins))
+                outs.append(self._call(module, *given, states, begins=run.begins))
             else:
                 outs += self._one_by_one(module, *given, run)
         joined = _joined(outs)
@@ -142,23 +88,25 @@ class ServedLayer:
 
     def _one_by_one(self, module: nn.Module, args: Any, kwargs: Any, run: Run) -> list[Any]:
         """Compute tokens of one sequence each by itself: the module reads a state for a single token only."""
-        count, outs = _count(run), []
+        count, states, outs = _count(run), SlotStates(run.slots), []
         for index in range(count):
 
             def one(values: Tensor, at: int = index) -> Tensor:
                 return values[:, at : at + 1] if values.dim() > 1 and values.shape[:2] == (1, count) else values
 
-            outs.append(self._call(module, _mapped(args, one), _mapped(kwargs, one), run.slots, begins=False))
+            outs.append(self._call(module, _mapped(args, one), _mapped(kwargs, one), states, begins=False))
         return outs
 
-    def _call(self, module: nn.Module, args: Any, kwargs: Any, slots: Tensor, *, begins: bool) -> Any:
-        """Run the module's own code on states of these slots, and put them back."""
+    def _call(
+        self, module: nn.Module, args: Any, kwargs: Any, states: SlotStates | TokenStates, *, begins: bool
+    ) -> Any:
+        """Run the module's own code on these states, and put them back."""
         # Told before the states are computed: an op that writes them itself needs to know where.
-        kept = slots.clamp(min=DROPPED_SLOT)
-        states: dict[StateKey, Tensor | None] = {
-            key: None if begins else pool.index_select(0, slots) for key, pool in self.pools.items()
+        kept = states.kept
+        taken: dict[StateKey, Tensor | None] = {
+            key: None if begins else states.taken(pool) for key, pool in self.pools.items()
         }
-        cache, place = StepCache(states, self.widths), self.layer.place
+        cache, place = StepCache(taken, self.widths), self.layer.place
         if len(args) > place:
             args = (*args[:place], cache, *args[place + 1 :])
         else:
@@ -167,7 +115,7 @@ class ServedLayer:
         for key, pool in self.pools.items():
             new = cache.states[key]
             assert new is not None, "a module kept no state that it keeps elsewhere"
-            pool.index_copy_(0, kept, new.to(pool.dtype))
+            states.put(pool, kept, new.to(pool.dtype))
         return out
 
 
@@ -226,7 +174,7 @@ class RecurrentStates:
 
     def clear(self) -> None:
         """Forget the step that ran."""
-        self.step.slots = self.step.runs = self.step.order = None
+        self.step.batch = self.step.runs = self.step.order = None
 
     def begin_check(self) -> None:
         """Fill the slots with NaN until `end_check`: whatever reads a state that no sequence has written will show."""
@@ -259,8 +207,8 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for a module's forward; outside of a step it is the module's own."""
     served: ServedLayer = module._core_recurrent
     step = served.step
-    if step.slots is not None:
-        return served.decode(module, args, kwargs, step.slots)
+    if step.batch is not None:
+        return served.batched(module, args, kwargs, step.batch)
     if step.runs is not None:
         return served.compute(module, args, kwargs, step.runs)
     return type(module).forward(module, *args, **kwargs)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, cast
@@ -15,15 +14,16 @@ from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
 from core.compilation.compile import compile
-from core.compilation.options import CompileOptions, Progress
+from core.compilation.options import Progress
 from core.compilation.report import ProgramReport
-from core.compilation.shared_trace import SharedTrace
 from core.device import Device
 from core.engine.models.sharding.gathering import HeadParts
+from core.engine.paged import phases
 from core.engine.paged.cache import PagedCache
 from core.engine.paged.call import PagedCall, PagedLogits
+from core.engine.paged.phases import Buckets
 from core.engine.paged.room import Place
-from core.engine.paged.self_check import Probes, check_same_function, chunks_of, probe_limits
+from core.engine.paged.self_check import OwnForward, Probes, check_same_function, chunks_of, in_pieces, probe_limits
 from core.engine.static.cache import CachedPhase
 from core.engine.steps.histories import Histories
 from core.engine.steps.inputs import step_inputs, step_tensors
@@ -57,8 +57,7 @@ class PagedRunner:
 
         place: where the cache lies in blocks that other models have too; None for blocks of its own.
         """
-        self._model = model
-        self._device = device
+        self._model, self._device = model, device
         self._block_size = config.block_size
         self._max_model_len = max_model_len
         self._max_blocks = -(-max_model_len // config.block_size)
@@ -78,7 +77,8 @@ class PagedRunner:
         self._states_group = 0 if self._drafts else own.stop - own.start
         #: Which of the groups of `cache` its steps have to do with: this model's, and the one whose slots it writes.
         self.groups = slice(own.start, own.stop + (self._states is not None and not self._drafts))
-        buckets = self._buckets(config, paged.prefill_sizes)
+        self._lens = phases.query_lens(self.num_drafts)
+        buckets = phases.buckets(config, device.capabilities, self._lens, paged.prefill_sizes, drafts=self._drafts)
         self._paged = room.make_cache(paged)
         self.cache = room.tables
         self._examples: dict[str, list[dict[str, Tensor]]] = {}
@@ -87,17 +87,12 @@ class PagedRunner:
         try:
             self._calls = self._make_calls(self._paged)
             with continuous(self._model):  # judges the cache, not how inputs round to codes
-                self._check_same_function(attends=bool(paged.layers))
-            max_rows = max(b["rows"] for sizes in buckets.values() for b in sizes)
-            self._greedy_rows = self._greedy_params(max_rows)
-            options = self._options(config, progress, sleeper and sleeper.placing(self._paged.tensors))
-            inputs = step_inputs(self._max_blocks, self.num_groups, shaped="shaped" in self._sampling, **self._kinds)
-            with nullcontext() if self.adapters is None else self.adapters.attaching():
-                self.program = compile(self._calls, device, inputs=inputs, buckets=buckets, options=options)
-            if self.program.keys:
-                most = max(b["seqs"] for sizes in buckets.values() for b in sizes)
-                limits: Any = {"max_rows": max_rows, "max_seqs": most, "groups": self.groups, "calls": self._calls}
-                self._staged = StagedSteps(self.program, device, block_size=config.block_size, **limits)
+                forward = self._check_same_function(attends=bool(paged.layers))
+            self._greedy_rows = self._greedy_params(max(b["rows"] for sizes in buckets.values() for b in sizes))
+            how: Any = {"relocate": sleeper and sleeper.placing(self._paged.tensors), "progress": progress}
+            self._compile(buckets, config, packed=paged.recurrence.continues, **how)
+            if self._keeps_states:
+                self._check_prompts(buckets, config, forward, **how)
         except BaseException:
             self.close()
             raise
@@ -111,7 +106,8 @@ class PagedRunner:
             return None
         rows = self._histories.rows_of(step) if "shaped" in (step.sampling, sampling) else None
         try:
-            self._paged.recurrent.begin(step)
+            if key is None:
+                self._paged.recurrent.begin(step)
             with self.program.serving():
                 if key is not None and self._staged is not None:
                     output = self._staged.run(key, step, sampling=sampling, behind=behind, rows=rows)
@@ -208,17 +204,8 @@ class PagedRunner:
         until `close`.
         """
         declared = step_inputs(self._max_blocks, self.num_groups, recurrent=self._keeps_states)
-        del declared["sampling_params"]
-        dynamic = {name: [d for d, size in enumerate(s.shape) if isinstance(size, str)] for name, s in declared.items()}
-        return tuple(
-            CachedPhase(
-                name=name,
-                function=self._calls[name].logits,
-                inputs={input_name: self._examples[name][0][input_name] for input_name in declared},
-                dynamic=dynamic,
-            )
-            for name in self.traced_phases
-        )
+        functions = {name: self._calls[name].logits for name in self.traced_phases}
+        return phases.of_logits(functions, declared, {name: self._examples[name][0] for name in functions})
 
     def _tensors(self, step: Step) -> dict[str, Any]:
         where: dict[str, Any] = {"device": self._device.torch_device, "groups": self.groups, **self._kinds}
@@ -228,59 +215,67 @@ class PagedRunner:
     def _greedy_params(self, num_rows: int) -> Tensor:
         return torch.tensor([GREEDY_ROW], device=self._device.torch_device).repeat(num_rows, 1)
 
-    def _query_lens(self) -> dict[str, int]:
-        """Return for each phase the most tokens of a sequence in a step, 0 for any: the op may skip its general form.
-
-        Nothing else differs between the phases' calls.
-        """
-        return {"decode": 1, "prefill": 0} | ({"verify": 1 + self.num_drafts} if self.num_drafts else {})
-
     def _make_calls(self, cache: PagedCache) -> dict[str, PagedCall]:
-        model, histories = self._model, self._histories
         kept: dict[str, Any] = {"states": self._states, "states_group": self._states_group, "adapters": self.adapters}
-        kept |= {"recurrent": cache.recurrent.step if self._keeps_states else None, "head": HeadParts.of(model)}
-        lens = self._query_lens().items()
-        return {phase: PagedCall(PagedLogits(model, cache.steps, most, **kept), histories) for phase, most in lens}
+        kept |= {"recurrent": cache.recurrent.step if self._keeps_states else None, "head": HeadParts.of(self._model)}
+        logits = {phase: PagedLogits(self._model, cache.steps, most, **kept) for phase, most in self._lens.items()}
+        return {phase: PagedCall(each, self._histories) for phase, each in logits.items()}
 
-    def _buckets(self, config: EngineConfig, prefill: Sequence[int]) -> dict[str, list[dict[str, int]]]:
-        sizes, seqs, width = config.decode_sizes(self._device.capabilities), config.max_num_seqs, 1 + self.num_drafts
-        rows = 1 if self._drafts else width  # a model that drafts catches up there, and chooses one token each
-        buckets = {
-            "decode": [{"tokens": size, "seqs": size, "rows": size} for size in sizes],
-            "prefill": [{"tokens": size, "seqs": seqs, "rows": seqs} for size in prefill],
-            "verify": [{"tokens": size * width, "seqs": size, "rows": size * rows} for size in sizes],
-        }
-        return {phase: buckets[phase] for phase in self._query_lens()}
+    def _compile(self, buckets: Buckets, config: EngineConfig, *, packed: bool, **how: Any) -> None:
+        """Compile the phases. packed: whether prompts may have graphs where layers keep recurrent states."""
+        how |= {"examples": self._examples, "packed": packed}
+        how["reset"] = self._paged.recurrent.restore if self._keeps_states else None
+        options = phases.options(config, self._device.capabilities, self._lens, **how)
+        inputs = step_inputs(self._max_blocks, self.num_groups, shaped="shaped" in self._sampling, **self._kinds)
+        with nullcontext() if self.adapters is None else self.adapters.attaching():
+            self.program = compile(self._calls, self._device, inputs=inputs, buckets=buckets, options=options)
+        if self.program.keys:
+            most = {name: max(b[name] for sizes in buckets.values() for b in sizes) for name in ("rows", "seqs")}
+            limits: Any = {"max_rows": most["rows"], "max_seqs": most["seqs"], "block_size": self._block_size}
+            self._staged = StagedSteps(self.program, self._device, groups=self.groups, calls=self._calls, **limits)
 
-    def _options(self, config: EngineConfig, progress: Progress | None, relocate: Any) -> CompileOptions:
-        """Return how the phases are compiled."""
-        how: dict[str, Any] = {"outputs": [("rows",), ("rows", None)], "examples": self._examples}
-        how |= {"relocate": relocate, "progress": progress}
-        capabilities = self._device.capabilities
-        if not self._keeps_states:
-            how["shared"] = SharedTrace(op="core::attention", argument="max_query_len", values=self._query_lens())
-            return config.compile_options(self._calls, capabilities, **how)
-        options = config.compile_options(self._calls, capabilities, reset=self._paged.recurrent.restore, **how)
-        # Which tokens of a prompt belong together is known to the host alone.
-        return replace(options, mode={**cast("Mapping[str, Any]", options.mode), "prefill": "off"})
+    def _check_prompts(self, buckets: Buckets, config: EngineConfig, own: OwnForward, **how: Any) -> None:
+        """Run the self-check's prompts in graphs; compile anew without these where they give something else."""
+        if self.report().modes["prefill"] != "off":
+            self._paged.recurrent.begin_check()
+            why = own.why_not(partial(self._run_probes, self._run_in_graph))
+            self._paged.recurrent.end_check()
+            if why:
+                log.warning("prompts run eagerly: in graphs, %s", why)
+                self.program.close()
+                self._staged = None
+                self._compile(buckets, config, packed=False, **how)
+        if self.report().modes["prefill"] == "off":
+            self.reason += "; prompts run eagerly"
+
+    def _run_probes(self, run: Callable[[Step], Tensor], probes: Sequence[list[int]]) -> Mapping[str, list[Tensor]]:
+        return Probes(self.cache, run, num_drafts=self.num_drafts).run(probes, longest=self._longest_probe)
+
+    def _run_in_graph(self, step: Step) -> Tensor:
+        """Return what `_run_probe` does, of prompts as they are served."""
+        if step.phase != "prefill":
+            return self._run_probe(step)
+        most = max((key.dims[0] for key in self.program.keys if key.phase == "prefill"), default=step.num_tokens)
+        return in_pieces(step, most, lambda piece: cast("StepOutput", self.run(piece)).all_logits().clone())
 
     @torch.no_grad()
-    def _check_same_function(self, *, attends: bool) -> None:
+    def _check_same_function(self, *, attends: bool) -> OwnForward:
         """Compare a prefill and one decode step with the model's own forward; raise `NotPageable` if they differ."""
         self._paged.recurrent.begin_check()
         limits = {"max_model_len": self._max_model_len, "max_num_seqs": self.max_num_seqs}
         num_blocks = min(pool.num_blocks for pool in self.cache.pools) - 1  # nobody gets the null block
-        longest, most = probe_limits(num_blocks, self._block_size, num_drafts=self.num_drafts, **limits)
-        check_same_function(
+        self._longest_probe, most = probe_limits(num_blocks, self._block_size, num_drafts=self.num_drafts, **limits)
+        own = check_same_function(
             self._model,
-            partial(Probes(self.cache, self._run_probe, num_drafts=self.num_drafts).run, longest=longest),
-            max_model_len=longest,
+            partial(self._run_probes, self._run_probe),
+            max_model_len=self._longest_probe,
             max_num_seqs=most,
             rounding=self.cache_rounding,
             attends=attends,
             chunks=partial(chunks_of, singly=self.whole_prompts) if self._keeps_states else None,
         )
         self._paged.recurrent.end_check()
+        return own
 
     def _run_probe(self, step: Step) -> Tensor:
         """Return the logits (seqs, vocabulary) after each sequence's pending tokens; keep the inputs as examples."""

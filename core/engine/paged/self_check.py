@@ -1,8 +1,10 @@
-"""The check that a model computes the same on the paged cache as by its own forward, before anything is compiled."""
+"""The check that a model computes the same on the paged cache as by its own forward: before anything is compiled, and
+where graphs compute in another way than the model's code, by the graphs too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +31,28 @@ RunProbes = Callable[[Sequence[list[int]]], Mapping[str, list[Tensor]]]
 """Returns, by phase, the logits of each sequence's last two tokens, the last of them computed by that phase."""
 
 
+@dataclass(frozen=True, slots=True)
+class OwnForward:
+    """What a model's own forward gives for the probes."""
+
+    probes: list[list[int]]
+    #: The logits of each one's last two tokens, (2, vocabulary).
+    logits: list[Tensor]
+    #: By how much logits may differ from these.
+    bound: float
+
+    def why_not(self, run_probes: RunProbes) -> str:
+        """Return how a run of the probes differs from them; "" where it does by rounding alone."""
+        for phase, logits in run_probes(self.probes).items():
+            difference = largest_difference(logits, self.logits)
+            if not difference <= self.bound:
+                return (
+                    f"a prefill and one {phase} step on the paged cache differ from its own forward by "
+                    f"{difference:.2g}, more than rounding ({self.bound:.2g})"
+                )
+        return ""
+
+
 def probe_limits(
     num_blocks: int, block_size: int, *, max_model_len: int, max_num_seqs: int, num_drafts: int
 ) -> tuple[int, int]:
@@ -52,8 +76,10 @@ def check_same_function(
     rounding: Rounding | None,
     attends: bool = True,
     chunks: Chunks | None = None,
-) -> None:
-    """Compare a prefill and one decode step with the model's own forward; raise `NotPageable` if they differ.
+) -> OwnForward:
+    """Compare a prefill and one decode step with the model's own forward, and return what that gave.
+
+    Raises `NotPageable` if they differ.
 
     This finds models that keep state where none was found (in attributes or caches of their own), and models whose
     sequences see each other: a long and a short sequence share both steps, each compared with a run of its own.
@@ -76,14 +102,12 @@ def check_same_function(
             )
         bound *= amplification(bound, rounding.dtype)
     set_implementation(model, SERVE)
-    for phase, logits in run_probes(probes).items():
-        difference = largest_difference(logits, expected)
-        if not difference <= bound:
-            raise NotPageable(
-                f"a prefill and one {phase} step on the paged cache differ from its own forward by "
-                f"{difference:.2g}, more than rounding ({bound:.2g}): it keeps state outside attention and the "
-                "layers found to keep some, or mixes sequences of a step"
-            )
+    own = OwnForward(probes, expected, bound)
+    if why := own.why_not(run_probes):
+        raise NotPageable(
+            f"{why}: it keeps state outside attention and the layers found to keep some, or mixes sequences of a step"
+        )
+    return own
 
 
 def chunks_of(num_tokens: int, *, singly: bool) -> list[int]:
@@ -92,6 +116,23 @@ def chunks_of(num_tokens: int, *, singly: bool) -> list[int]:
     first = num_tokens // 2
     later = [1] * (num_tokens - first) if singly else [num_tokens - first]
     return [each for each in (first, *later) if each]
+
+
+def in_pieces(step: Step, most: int, run: Callable[[Step], Tensor]) -> Tensor:
+    """Return the logits (seqs, vocabulary) that a step of prompts gives, run at once, or in pieces of `most` tokens.
+
+    run: computes a step. Sequences are advanced where they are computed in pieces.
+    """
+    if step.num_tokens <= most:
+        return run(step)
+    ends = []
+    for part in step.parts:
+        for first in range(0, part.num_tokens, most):
+            piece = Part(part.sequence, min(most, part.num_tokens - first))
+            logits = run(Step("prefill", (piece,)))
+            piece.sequence.num_computed += piece.num_tokens
+        ends.append(logits)
+    return torch.cat(ends)
 
 
 class Probes:

@@ -20,9 +20,10 @@ from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.paged import recurrent
 from core.engine.paged.blocks import FIRST_SLOT, NULL_SLOT, BlockPool
-from core.engine.paged.recurrent import RecurrentStates, Run, StepCache
+from core.engine.paged.recurrent import RecurrentStates
 from core.engine.paged.runner import PagedRunner
 from core.engine.paged.self_check import chunks_of
+from core.engine.paged.step_states import Run, SlotStates, StepCache
 from core.engine.paged.tables import BlockTables
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sequence import Sequence
@@ -187,12 +188,12 @@ def test_the_self_check_finds_faults_of_states(
 
 
 def test_the_self_check_finds_that_decode_reads_another_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = recurrent.ServedLayer.decode
+    batched = recurrent.ServedLayer.batched
 
-    def wrong(self: Any, module: Any, args: Any, kwargs: Any, slots: Tensor) -> Any:
-        return decode(self, module, args, kwargs, slots.flip(0))
+    def wrong(self: Any, module: Any, args: Any, kwargs: Any, states: SlotStates) -> Any:
+        return batched(self, module, args, kwargs, SlotStates(states.slots.flip(0)))
 
-    monkeypatch.setattr(recurrent.ServedLayer, "decode", wrong)
+    monkeypatch.setattr(recurrent.ServedLayer, "batched", wrong)
     with pytest.raises(NotPageable, match="one decode step"):
         PagedRunner(tiny("lfm2"), select_device("cpu"), CONFIG, max_model_len=64).close()
 

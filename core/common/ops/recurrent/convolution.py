@@ -1,7 +1,7 @@
-"""`core::causal_conv1d_update`: a short causal convolution of each channel, for one token of each sequence.
+"""`core::causal_conv1d_update`: a short causal convolution of each channel, for one token of each sequence or several.
 
-Shapes: S rows, one token of a sequence each, C channels, K taps, N states of L inputs each, L at least K - 1; which
-state belongs to which row is told in slots.py.
+Shapes: T rows, one token each, S sequences, C channels, K taps, N states of L inputs each, L at least K - 1; which
+state and which rows belong to which sequence is told in slots.py.
 
 A state holds the last L inputs of a sequence, the newest last. Where transformers' caches keep K of them, the oldest
 takes no part. Source: the decode step of `causal_conv1d` (Dao), which Mamba (Gu, Dao, arXiv 2312.00752), gated delta
@@ -10,6 +10,7 @@ nets and LFM2 have before their states.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,18 @@ from torch.nn import functional
 
 from core.common.ops.arguments import Draw, at_least_fp32, check, check_floating, check_ranks, check_shape
 from core.common.ops.declaration import CanonicalOp, declare
-from core.common.ops.recurrent.slots import FORMS, check_slots, num_states, read, step_slots, with_slots, write
+from core.common.ops.recurrent.sequences import Places
+from core.common.ops.recurrent.slots import (
+    FORMS,
+    LENGTHS,
+    check_slots,
+    num_states,
+    packed,
+    read,
+    step_slots,
+    with_slots,
+    write,
+)
 
 NAME = "causal_conv1d_update"
 
@@ -31,22 +43,50 @@ def causal_conv1d_update(
     *,
     slots: Tensor | None = None,
     kept: Tensor | None = None,
+    query_starts: Tensor | None = None,
     silu: bool = False,
 ) -> Tensor:
-    """Shift x into the states, and return the convolution of what they hold, (S, C) in the dtype of x.
+    """Shift x into the states, and return the convolution of what they hold after each token, (T, C) in the dtype of x.
 
-    x (S, C); states (N, C, L) of its dtype; weight (C, K), the newest input's tap last, and bias (C,), both in a dtype
-    that holds x exactly. slots and kept (S,) int64. silu: SiLU follows. The sum is rounded to the dtype of weight, and
-    so is what SiLU gives, and the result to that of x.
+    x (T, C); states (N, C, L) of its dtype; weight (C, K), the newest input's tap last, and bias (C,), both in a dtype
+    that holds x exactly. slots and kept (S,) int64, query_starts (S + 1,) int32. silu: SiLU follows. The sum is rounded
+    to the dtype of weight, and so is what SiLU gives, and the result to that of x.
     """
-    inputs = torch.cat((read(states, slots), x[..., None]), dim=-1)  # (S, C, L + 1)
-    write(states, inputs[..., 1:], slots, kept)
+    if query_starts is None:
+        inputs = torch.cat((read(states, slots), x[..., None]), dim=-1)  # (S, C, L + 1)
+        write(states, inputs[..., 1:], slots, kept)
+        return _convolved(inputs[..., -weight.shape[1] :], weight, bias, silu).to(x.dtype)
+    places, before = Places.of(query_starts, x.shape[0]), read(states, slots)
+    last = torch.arange(-weight.shape[1], 0, device=x.device) + 1
+    windows = _inputs(x, before, places, places.sequence, places.offset[:, None] + last)  # (T, C, K)
+    out = places.without_padding(_convolved(windows, weight, bias, silu).to(x.dtype))
+    every = torch.arange(before.shape[0], device=x.device)
+    last = places.lengths[:, None] + torch.arange(-states.shape[2], 0, device=x.device)
+    write(states, _inputs(x, before, places, every, last), slots, kept)
+    return out
+
+
+def _inputs(x: Tensor, before: Tensor, places: Places, sequence: Tensor, offsets: Tensor) -> Tensor:
+    """Return the inputs of sequences (R,) at offsets (R, I) from their first rows, (R, C, I); before these rows lie the
+    states, before (S, C, L)."""
+    length = before.shape[2]
+    known = before[sequence.clamp(max=before.shape[0] - 1)].gather(
+        2, (offsets + length).clamp(0, length - 1)[:, None].expand(-1, before.shape[1], -1)
+    )
+    if not x.shape[0]:
+        return known
+    rows = (places.starts[sequence][:, None] + offsets).clamp(0, x.shape[0] - 1)
+    return torch.where((offsets < 0)[:, None], known, x[rows].transpose(1, 2))
+
+
+def _convolved(windows: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """Return the sums of windows (T, C, K), in the dtype of weight."""
     acc = at_least_fp32(weight.dtype)
-    out = (inputs[..., -weight.shape[1] :].to(acc) * weight.to(acc)).sum(-1)
+    out = (windows.to(acc) * weight.to(acc)).sum(-1)
     if bias is not None:
         out = out + bias.to(acc)
     out = out.to(weight.dtype)
-    return (functional.silu(out) if silu else out).to(x.dtype)
+    return functional.silu(out) if silu else out
 
 
 def _fake(x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -61,6 +101,7 @@ def _check(
     *,
     slots: Tensor | None = None,
     kept: Tensor | None = None,
+    query_starts: Tensor | None = None,
     **_: Any,
 ) -> None:
     check_floating(NAME, x=x, states=states, weight=weight, bias=bias)
@@ -76,18 +117,39 @@ def _check(
     exact = torch.promote_types(x.dtype, weight.dtype) == weight.dtype
     alike = bias is None or bias.dtype == weight.dtype
     check(exact and alike, NAME, f"weight and bias must be of one dtype that holds {x.dtype} exactly")
-    check_slots(NAME, x.shape[0], states, slots, kept)
+    check_slots(NAME, x.shape[0], states, slots, kept, query_starts)
 
 
 def _call(draw: Draw, num_rows: int, form: str, *, taps: int = 4, length: int = 4, **options: Any) -> dict[str, Any]:
+    return {
+        **_arguments(draw, num_rows, num_rows, form, taps=taps, length=length),
+        **with_slots(draw, num_rows, form),
+        **options,
+    }
+
+
+def _arguments(
+    draw: Draw, num_rows: int, num_seqs: int, form: str, *, taps: int = 4, length: int = 4
+) -> dict[str, Any]:
     channels = 24
     return {
         "x": draw(num_rows, channels),
-        "states": draw(num_states(num_rows, form), channels, length),
+        "states": draw(num_states(num_seqs, form), channels, length),
         "weight": draw(channels, taps, scale=0.5),
         "bias": draw(channels, scale=0.3),
-        **with_slots(draw, num_rows, form),
-        **options,
+    }
+
+
+def _packed_calls(draw: Draw) -> dict[str, dict[str, Any]]:
+    """Return sequences of all kinds of lengths, with padding, short states, states that are not named."""
+    call = partial(_arguments, draw)
+    short, long = partial(call, length=3), partial(call, taps=2, length=6)
+    bare = {"bias": None, "silu": False}
+    return {name: {**packed(draw, call, lengths), "silu": True} for name, lengths in LENGTHS.items()} | {
+        "sequences, padding": {**packed(draw, call, (2, 5), padding=3), "silu": True},
+        "sequences, no slots": packed(draw, call, (4, 2), form="no slots"),
+        "sequences, states without the oldest input": {**packed(draw, short, (1, 2, 9), form="slots"), **bare},
+        "sequences, long states": packed(draw, long, (1, 3, 8), form="slots"),
     }
 
 
@@ -104,13 +166,14 @@ def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
         "slice of wider rows": {**_call(draw, 5, "slots", silu=True), "x": x},
         "one row": _call(draw, 1, "no slots", silu=True),
         "no rows": _call(draw, 0, "no slots", silu=True),
+        **_packed_calls(draw),
     }
 
 
 CAUSAL_CONV1D_UPDATE = declare(
     CanonicalOp(
         schema=f"{NAME}(Tensor x, Tensor(a!) states, Tensor weight, Tensor? bias=None, *, Tensor? slots=None, "
-        "Tensor? kept=None, bool silu=False) -> Tensor",
+        "Tensor? kept=None, Tensor? query_starts=None, bool silu=False) -> Tensor",
         reference=causal_conv1d_update,
         fake=_fake,
         check=_check,

@@ -48,7 +48,7 @@ def _site(conv: fx.Node, row: fx.Node, joined: fx.Node, state: fx.Node, token: f
     end, silu = _result(conv, token)
     bias, x = view.operand(conv, 2, "bias"), Viewed(token, (Index((_WHOLE, _WHOLE, 0)),))
     channels, taps = (view.shape(token) or (0, 0))[1], (view.shape(weight.node) or (0,))[-1]
-    inputs = [states.tensor, token, weight.node, *(each for each in (states.slots, states.kept, bias) if each)]
+    inputs = [*states.inputs, token, weight.node, *((bias,) if bias else ())]
     return Site(
         anchor=end,
         target=CAUSAL_CONV1D_UPDATE.overload,
@@ -107,6 +107,6 @@ def _result(conv: fx.Node, token: fx.Node) -> tuple[fx.Node, bool]:
 LIFT_CAUSAL_CONV1D = Pass(
     name="lift_causal_conv1d",
     find=find,
-    does="Lift every short causal convolution of one token of each sequence, with its state.",
+    does="Lift every short causal convolution of tokens and the state before them, with that state.",
     before=("lift_gated_activation",),
 )

@@ -71,13 +71,12 @@ def _site(missing: fx.Node, memory: fx.Node, decayed: fx.Node, key: Any) -> Site
         beta.of(0, 1).as_input("beta", sizes[:2]),
     )
     nodes = [each.node for each in (query_head, key_head, value, fading, beta)]
-    slots = [each for each in (states.slots, states.kept) if each is not None]
     return Site(
         anchor=end,
         target=GATED_DELTA_RULE.overload,
         args=(*args, states.tensor),
         kwargs={"scale": scale, "norm_eps": norm_eps, **states.arguments},
-        interior=interior((end, *states.writers, *places.writers), [*nodes, states.tensor, *slots]),
+        interior=interior((end, *states.writers, *places.writers), [*nodes, *states.inputs]),
         outputs=(Viewed(end, places.steps),),
     )
 
@@ -262,6 +261,6 @@ def _dims_of(index: Any, start: fx.Node) -> list[int | None]:
 LIFT_GATED_DELTA_RULE = Pass(
     name="lift_gated_delta_rule",
     find=find,
-    does="Lift every gated delta rule of one token of each sequence, with its state.",
+    does="Lift every gated delta rule of a token of each sequence, or of several one by one, with its state.",
     before=("lift_gated_activation",),
 )

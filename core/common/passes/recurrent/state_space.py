@@ -60,13 +60,12 @@ def _site(fading: fx.Node, decayed: fx.Node, new: fx.Node) -> Site:
     }
     given = {name: part and part.as_input(name, sizes) for name, (part, sizes) in arguments.items()}
     parts = [part.node for part, _ in arguments.values() if part is not None]
-    slots = [each for each in (states.slots, states.kept) if each is not None]
     return Site(
         anchor=end,
         target=SELECTIVE_STATE_UPDATE.overload,
         args=(*(given[name] for name in ("x", "dt", "A", "B", "C")), states.tensor, given["D"], given["dt_bias"]),
         kwargs={"dt_softplus": softplus, **states.arguments},
-        interior=interior((end, *states.writers), [*parts, states.tensor, *slots]),
+        interior=interior((end, *states.writers), [*parts, *states.inputs]),
     )
 
 
@@ -210,6 +209,6 @@ def _of_groups(part: Seen, state: int) -> Seen:
 LIFT_SELECTIVE_STATE_UPDATE = Pass(
     name="lift_selective_state_update",
     find=find,
-    does="Lift every selective state space of one token of each sequence, with its state.",
+    does="Lift every selective state space of a token of each sequence, or of several one by one, with its state.",
     before=("lift_gated_activation",),
 )

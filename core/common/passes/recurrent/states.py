@@ -2,17 +2,24 @@
 
 state = states.index_select(0, slots)       or the tensor itself
 states.index_copy_(0, kept, new)            or states.copy_(new), or state.copy_(new) and then either of these
+
+Of several tokens of each sequence, one after the other:
+
+state = core::token_states(states, slots, query_starts, num_tokens)
+core::keep_token_states(states, new, kept, query_starts)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from core.common.ops.recurrent.tokens import READ, WRITTEN
 from core.common.passes import Refused, same_sizes, view
 
 
@@ -20,18 +27,27 @@ from core.common.passes import Refused, same_sizes, view
 class States:
     """The tensor that holds the states, and the slots that are read and written; None for all rows in order.
 
-    writers: the nodes that write the new state.
+    writers: the nodes that write the new state. query_starts, num_tokens: of packed sequences.
     """
 
     tensor: fx.Node
     slots: fx.Node | None
     kept: fx.Node | None
     writers: tuple[fx.Node, ...]
+    query_starts: fx.Node | None = None
+    num_tokens: fx.Node | None = None
 
     @property
     def arguments(self) -> dict[str, fx.Node | None]:
         """Return the slots by the names of the ops' arguments."""
-        return {"slots": self.slots, "kept": None if self.kept is self.slots else self.kept}
+        kept = None if self.kept is self.slots else self.kept
+        return {"slots": self.slots, "kept": kept, "query_starts": self.query_starts}
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The nodes that reads and writes of the states depend on."""
+        found = (self.tensor, self.slots, self.kept, self.query_starts, self.num_tokens)
+        return tuple(each for each in found if each is not None)
 
 
 def loaded(node: Any) -> fx.Node | None:
@@ -45,7 +61,11 @@ def read_states(state: fx.Node, new: fx.Node) -> States:
     state: as `loaded` gives it.
     """
     tensor, slots = state, None
-    if view.kind(state) == "index_select":
+    starts: Any = None
+    num_tokens: Any = None
+    if state.target is READ:
+        tensor, slots, starts, num_tokens = (view.operand(state, place, "") for place in range(4))
+    elif view.kind(state) == "index_select":
         tensor, dim, slots = (view.operand(state, place, name) for place, name in enumerate(("input", "dim", "index")))
         if dim != 0:
             raise Refused(state, f"{state} selects states along dimension {dim}")
@@ -53,16 +73,18 @@ def read_states(state: fx.Node, new: fx.Node) -> States:
     writers, source = inner, state if inner else new
     kept: fx.Node | None = None
     if slots is not None:
-        outer = [user for each in _casts_of(source) for user in each.users if _puts(user, tensor, each)]
+        puts = partial(_puts, to=tensor) if starts is None else partial(_keeps, to=tensor, starts=starts)
+        outer = [user for each in _casts_of(source) for user in each.users if puts(user, source=each)]
         if len(outer) != 1:
             raise Refused(state, f"the new state {new} is not written into {tensor}, from which it was read")
-        writers, kept = [*inner, *outer], outer[0].args[2]  # type: ignore[assignment]  # as `_puts` has checked
+        writers, kept = [*inner, *outer], outer[0].args[2]  # type: ignore[assignment]  # as both have checked
     if not writers or len(inner) > 1:
         raise Refused(state, f"the new state {new} is not written where {state} was read")
     first = 0 if slots is None else 1
     if not same_sizes((view.shape(tensor) or ())[first:], (view.shape(new) or ())[first:]):
         raise Refused(state, f"the new state {new} has other sizes than {tensor}")
-    return States(tensor, slots, kept, tuple(writers))
+    counted = num_tokens if isinstance(num_tokens, fx.Node) else None
+    return States(tensor, slots, kept, tuple(writers), starts, counted)
 
 
 def _casts_of(node: fx.Node) -> Iterator[fx.Node]:
@@ -74,6 +96,11 @@ def _casts_of(node: fx.Node) -> Iterator[fx.Node]:
 def _copies(node: fx.Node, to: fx.Node, source: fx.Node) -> bool:
     known = node.target in ("copy_", torch.ops.aten.copy_.default)
     return known and node.args[:2] == (to, source) and len(node.args) == 2 and not node.kwargs
+
+
+def _keeps(node: fx.Node, to: fx.Node, source: fx.Node, starts: fx.Node) -> bool:
+    args = node.args
+    return node.target is WRITTEN and len(args) == 4 and (args[0], args[1], args[3]) == (to, source, starts)
 
 
 def _puts(node: fx.Node, to: fx.Node, source: fx.Node) -> bool:

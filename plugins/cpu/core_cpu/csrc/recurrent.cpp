@@ -1,8 +1,9 @@
 // `core_cpu::causal_conv1d_update`, `gated_delta_rule` and `selective_state_update`: steps of recurrent layers on states
-// in slots, each state read and written once.
+// in slots, token by token along each sequence.
 
 #include <ATen/Parallel.h>
 
+#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -18,28 +19,69 @@ using Optional = std::optional<Tensor>;
 // Numbers of a state that are worth another thread.
 constexpr int64_t WORK = 1 << 15;
 
-// The states that the rows of a call read and write.
-struct Slots {
+// The states that the sequences of a call read and write, and the rows of each.
+struct Sequences {
   const int64_t* from;
   const int64_t* to;
+  const int32_t* starts;
+  int64_t count;
 
-  Slots(const Optional& slots, const Optional& kept, int64_t num_states, int64_t num_rows, const char* op)
-      : from(slots ? slots->const_data_ptr<int64_t>() : nullptr), to(kept ? kept->const_data_ptr<int64_t>() : from) {
+  Sequences(const Optional& slots, const Optional& kept, const Optional& query_starts, int64_t num_states,
+            int64_t num_rows, const char* op)
+      : from(slots ? slots->const_data_ptr<int64_t>() : nullptr), to(kept ? kept->const_data_ptr<int64_t>() : from),
+        starts(query_starts ? query_starts->const_data_ptr<int32_t>() : nullptr),
+        count(query_starts ? query_starts->size(0) - 1 : num_rows) {
     for (const int64_t* places : {from, to}) {
-      for (int64_t row = 0; places != nullptr && row < num_rows; ++row) {
-        TORCH_CHECK_INDEX(places[row] >= 0 && places[row] < num_states, op, ": slot ", places[row], " of ", num_states);
+      for (int64_t i = 0; places != nullptr && i < count; ++i) {
+        TORCH_CHECK_INDEX(places[i] >= 0 && places[i] < num_states, op, ": slot ", places[i], " of ", num_states);
       }
+    }
+    for (int64_t i = 0; starts != nullptr && i <= count; ++i) {
+      TORCH_CHECK_INDEX(starts[i] >= (i ? starts[i - 1] : 0) && starts[i] <= num_rows, op, ": row ", starts[i], " of ",
+                        num_rows);
     }
   }
 
-  int64_t read(int64_t row) const {
-    return from == nullptr ? row : from[row];
+  int64_t read(int64_t i) const {
+    return from == nullptr ? i : from[i];
   }
 
-  int64_t written(int64_t row) const {
-    return to == nullptr ? row : to[row];
+  int64_t written(int64_t i) const {
+    return to == nullptr ? i : to[i];
+  }
+
+  int64_t begin(int64_t i) const {
+    return starts == nullptr ? i : starts[i];
+  }
+
+  // The first row of padding.
+  int64_t end(int64_t num_rows) const {
+    return starts == nullptr ? num_rows : starts[count];
+  }
+
+  // Call `step(row, old, kept)` for each row of a sequence, the states part of the slots of `size` numbers each.
+  template <typename S, typename Step>
+  void along(int64_t i, S* states, int64_t slot, int64_t part, int64_t size, const Step& step) const {
+    const S* old = states + read(i) * slot + part;
+    S* kept = states + written(i) * slot + part;
+    if (begin(i) == begin(i + 1) && old != kept) {
+      std::memcpy(kept, old, size * sizeof(S));
+    }
+    for (int64_t row = begin(i); row < begin(i + 1); ++row, old = kept) {
+      step(row, old, kept);
+    }
   }
 };
+
+// Return a tensor for results (T, …), with zeros in the rows of padding.
+Tensor results(at::IntArrayRef sizes, at::ScalarType dtype, const Sequences& places) {
+  Tensor out = empty(sizes, dtype);
+  const int64_t first = places.end(sizes[0]);
+  if (first < sizes[0]) {
+    out.narrow(0, first, sizes[0] - first).zero_();
+  }
+  return out;
+}
 
 Optional in_run(const Optional& index) {
   return index ? Optional(index->contiguous()) : std::nullopt;
@@ -85,27 +127,30 @@ const T* head(const Tensor& x, int64_t row, int64_t head) {
 
 // As the canonical op has it, for calls that the condition in ops/recurrent.py lets pass; so are the others.
 Tensor causal_conv1d_update(const Tensor& x, const Tensor& states, const Tensor& weight, const Optional& bias,
-                            const Optional& slots, const Optional& kept, bool silu) {
+                            const Optional& slots, const Optional& kept, const Optional& query_starts, bool silu) {
   const int64_t rows = x.size(0), channels = x.size(1), length = states.size(2), taps = weight.size(1);
   const Tensor in = in_rows(x), factors = weight.contiguous();
-  const Optional added = in_run(bias), read = in_run(slots), written = in_run(kept);
-  const Slots places(read, written, states.size(0), rows, "core::causal_conv1d_update");
-  Tensor out = empty({rows, channels}, x.scalar_type());
+  const Optional added = in_run(bias), read = in_run(slots), written = in_run(kept), starts = in_run(query_starts);
+  const Sequences places(read, written, starts, states.size(0), rows, "core::causal_conv1d_update");
+  Tensor out = results({rows, channels}, x.scalar_type(), places);
   const int64_t blocks = (channels + CHANNELS - 1) / CHANNELS;
   with_dtype(x.scalar_type(), "core_cpu::causal_conv1d_update", [&]<typename T>(T) {
     const auto run = [&]<typename W>(W) {
       T* data = states.mutable_data_ptr<T>();
-      at::parallel_for(0, rows * blocks, grain(CHANNELS * length), [&](int64_t begin, int64_t end) {
+      at::parallel_for(0, places.count * blocks, grain(CHANNELS * length), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-          const int64_t row = i / blocks, first = i % blocks * CHANNELS;
-          Convolution<T, W> part{head<T>(in, row, 0) + first,
-                                 data + places.read(row) * states.stride(0) + first * length,
-                                 data + places.written(row) * states.stride(0) + first * length,
-                                 factors.const_data_ptr<W>() + first * taps,
-                                 added ? added->const_data_ptr<W>() + first : nullptr,
-                                 out.mutable_data_ptr<T>() + row * channels + first,
-                                 std::min(CHANNELS, channels - first)};
-          part.run(length, taps, silu);
+          const int64_t first = i % blocks * CHANNELS, count = std::min(CHANNELS, channels - first);
+          const auto step = [&](int64_t row, const T* old, T* to) {
+            Convolution<T, W> part{head<T>(in, row, 0) + first,
+                                   old,
+                                   to,
+                                   factors.const_data_ptr<W>() + first * taps,
+                                   added ? added->const_data_ptr<W>() + first : nullptr,
+                                   out.mutable_data_ptr<T>() + row * channels + first,
+                                   count};
+            part.run(length, taps, silu);
+          };
+          places.along(i / blocks, data, states.stride(0), first * length, count * length, step);
         }
       });
     };
@@ -120,31 +165,32 @@ Tensor causal_conv1d_update(const Tensor& x, const Tensor& states, const Tensor&
 
 Tensor gated_delta_rule(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
                         const Tensor& beta, const Tensor& states, double scale, double norm_eps, const Optional& slots,
-                        const Optional& kept) {
+                        const Optional& kept, const Optional& query_starts) {
   const int64_t rows = value.size(0), heads = value.size(1), width = value.size(2), depth = key.size(2);
   const int64_t group = heads / std::max<int64_t>(key.size(1), 1);
   const Tensor queries = in_rows(query), keys = in_rows(key), values = in_rows(value);
   const Tensor fading = decay.dim() == 3 ? in_rows(decay) : decay;
-  const Optional read = in_run(slots), written = in_run(kept);
-  const Slots places(read, written, states.size(0), rows, "core::gated_delta_rule");
+  const Optional read = in_run(slots), written = in_run(kept), starts = in_run(query_starts);
+  const Sequences places(read, written, starts, states.size(0), rows, "core::gated_delta_rule");
   const Numbers rates(beta), fades(decay);
-  Tensor out = empty({rows, heads, width}, value.scalar_type());
+  Tensor out = results({rows, heads, width}, value.scalar_type(), places);
   float* data = states.mutable_data_ptr<float>();
   with_dtype(value.scalar_type(), "core_cpu::gated_delta_rule", [&]<typename T>(T) {
-    at::parallel_for(0, rows * heads, grain(depth * width), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, places.count * heads, grain(depth * width), [&](int64_t begin, int64_t end) {
       DeltaRule rule(depth, width);
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t row = i / heads, h = i % heads;
-        rule.take(head<T>(queries, row, h / group), head<T>(keys, row, h / group), head<T>(values, row, h),
-                  static_cast<float>(scale), static_cast<float>(norm_eps));
-        if (decay.dim() == 3) {
-          rule.fade(head<float>(fading, row, h));
-        } else {
-          rule.fade(fades.at(row, h));
-        }
-        rule.run(data + places.read(row) * states.stride(0) + h * depth * width,
-                 data + places.written(row) * states.stride(0) + h * depth * width, rates.at(row, h),
-                 out.mutable_data_ptr<T>() + i * width);
+        const int64_t h = i % heads;
+        const auto step = [&](int64_t row, const float* old, float* to) {
+          rule.take(head<T>(queries, row, h / group), head<T>(keys, row, h / group), head<T>(values, row, h),
+                    static_cast<float>(scale), static_cast<float>(norm_eps));
+          if (decay.dim() == 3) {
+            rule.fade(head<float>(fading, row, h));
+          } else {
+            rule.fade(fades.at(row, h));
+          }
+          rule.run(old, to, rates.at(row, h), out.mutable_data_ptr<T>() + (row * heads + h) * width);
+        };
+        places.along(i / heads, data, states.stride(0), h * depth * width, depth * width, step);
       }
     });
   });
@@ -153,29 +199,30 @@ Tensor gated_delta_rule(const Tensor& query, const Tensor& key, const Tensor& va
 
 Tensor selective_state_update(const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B, const Tensor& C,
                               const Tensor& states, const Optional& D, const Optional& dt_bias, bool dt_softplus,
-                              const Optional& slots, const Optional& kept) {
+                              const Optional& slots, const Optional& kept, const Optional& query_starts) {
   const int64_t rows = x.size(0), heads = x.size(1), features = x.size(2), size = B.size(2);
   const int64_t group = heads / std::max<int64_t>(B.size(1), 1);
   const Tensor in = in_rows(x), keys = in_rows(B), queries = in_rows(C);
-  const Optional read = in_run(slots), written = in_run(kept);
-  const Slots places(read, written, states.size(0), rows, "core::selective_state_update");
+  const Optional read = in_run(slots), written = in_run(kept), starts = in_run(query_starts);
+  const Sequences places(read, written, starts, states.size(0), rows, "core::selective_state_update");
   const Numbers steps(dt), rates(A);
   const auto skips = D ? std::optional(Numbers(*D)) : std::nullopt;
   const auto biases = dt_bias ? std::optional(Numbers(*dt_bias)) : std::nullopt;
-  Tensor out = empty({rows, heads, features}, x.scalar_type());
+  Tensor out = results({rows, heads, features}, x.scalar_type(), places);
   float* data = states.mutable_data_ptr<float>();
   with_dtype(x.scalar_type(), "core_cpu::selective_state_update", [&]<typename T>(T) {
-    at::parallel_for(0, rows * heads, grain(features * size), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, places.count * heads, grain(features * size), [&](int64_t begin, int64_t end) {
       StateSpace space(features, size);
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t row = i / heads, h = i % heads;
-        float step = steps.at(row, h) + (biases ? biases->at(0, h) : 0.f);
-        step = dt_softplus && step <= 20.f ? std::log1p(std::exp(step)) : step;
-        space.take(head<T>(in, row, h), head<T>(keys, row, h / group), head<T>(queries, row, h / group));
-        space.run(data + places.read(row) * states.stride(0) + h * features * size,
-                  data + places.written(row) * states.stride(0) + h * features * size, step,
-                  std::exp(step * rates.at(0, h)), skips ? skips->at(0, h) : 0.f,
-                  out.mutable_data_ptr<T>() + i * features);
+        const int64_t h = i % heads;
+        const auto move = [&](int64_t row, const float* old, float* to) {
+          float step = steps.at(row, h) + (biases ? biases->at(0, h) : 0.f);
+          step = dt_softplus && step <= 20.f ? std::log1p(std::exp(step)) : step;
+          space.take(head<T>(in, row, h), head<T>(keys, row, h / group), head<T>(queries, row, h / group));
+          space.run(old, to, step, std::exp(step * rates.at(0, h)), skips ? skips->at(0, h) : 0.f,
+                    out.mutable_data_ptr<T>() + (row * heads + h) * features);
+        };
+        places.along(i / heads, data, states.stride(0), h * features * size, features * size, move);
       }
     });
   });

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from inspect import unwrap
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support import needs_states_in_caches
 OPS = (CAUSAL_CONV1D_UPDATE, GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE)
 CASES = [pytest.param(op, s.name, id=f"{op.name}-{s.name}") for op in OPS for s in every_sample(op)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+PER_ROW = ("x", "query", "key", "value", "decay", "beta", "dt", "B", "C")
 EACH = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
@@ -28,7 +30,7 @@ def widened(call: Call) -> Call:
 
 
 def rows_of(call: Call) -> Tensor:
-    """Return the states that the rows of a call have written."""
+    """Return the states that the sequences of a call have written."""
     places = call.get("kept") if call.get("kept") is not None else call.get("slots")
     states: Tensor = call["states"]
     return states if places is None else states[places]
@@ -82,6 +84,21 @@ def state_space(call: Call) -> Tensor:
     return out
 
 
+def along(step: Callable[[Call], Tensor], call: Call) -> Tensor:
+    """Compute packed sequences by a function for one token of one sequence."""
+    starts, shape = call["query_starts"].tolist(), (call["x"] if "x" in call else call["value"]).shape
+    slots = torch.arange(len(starts) - 1) if call.get("slots") is None else call["slots"]
+    kept = slots if call.get("kept") is None else call["kept"]
+    found = torch.zeros(shape, dtype=(call["x"] if "x" in call else call["value"]).dtype)
+    for i, (first, last) in enumerate(pairwise(starts)):
+        call["states"][kept[i]] = call["states"][slots[i]]
+        own = {"slots": kept[i : i + 1], "kept": None, "query_starts": None}
+        for row in range(first, last):
+            rows = {name: call[name][row : row + 1] for name in PER_ROW if name in call}
+            found[row] = step({**call, **rows, **own})[0]
+    return found
+
+
 def _gathered(call: Call) -> Tensor:
     slots = call.get("slots")
     return call["states"].clone() if slots is None else call["states"].index_select(0, slots)
@@ -102,7 +119,8 @@ EAGER: dict[str, Callable[[Call], Tensor]] = {
 def judged(op: CanonicalOp, call: Call) -> None:
     """Expect results and states with errors like those of transformers' own code."""
     mine, eager, exact = copy.deepcopy(call), copy.deepcopy(call), widened(copy.deepcopy(call))
-    out, theirs = run(op, mine)[0], EAGER[op.name](eager)
+    step = EAGER[op.name]
+    out, theirs = run(op, mine)[0], step(eager) if call.get("query_starts") is None else along(step, eager)
     with Fp64Mode():
         true = op.reference(**exact)
     for one, other, truth in ((out, theirs, true), (rows_of(mine), rows_of(eager), rows_of(exact))):
@@ -130,7 +148,13 @@ def test_other_slots_keep_every_bit(op: CanonicalOp, name: str, dtype: torch.dty
     places = call.get("kept") if call.get("kept") is not None else call.get("slots")
     written[slice(None) if places is None else places] = True
     assert torch.equal(call["states"][~written], before["states"][~written])
-    assert all((call["states"][at] != before["states"][at]).any() for at in written.nonzero().flatten())
+    unmoved = torch.zeros_like(written)
+    if call.get("query_starts") is not None and call.get("slots") is not None:
+        same = call["slots"] == (call["slots"] if call.get("kept") is None else call["kept"])
+        unmoved[call["slots"][same & (call["query_starts"].diff() == 0)]] = True
+    assert torch.equal(call["states"][unmoved], before["states"][unmoved])
+    for at in (written & ~unmoved).nonzero().flatten():
+        assert (call["states"][at] != before["states"][at]).any()
     for key, value in call.items():
         assert key == "states" or not isinstance(value, Tensor) or torch.equal(value, before[key]), key
 
@@ -193,7 +217,14 @@ NEAR_MISSES: dict[str, tuple[CanonicalOp, Call, str]] = {
     "narrow states": (CAUSAL_CONV1D_UPDATE, {"states": torch.ones(12, 24, 4).bfloat16()}, "states are torch.bfloat16"),
     "a narrow bias": (CAUSAL_CONV1D_UPDATE, {"bias": torch.ones(24).bfloat16()}, "one dtype that holds torch.float32"),
     "int32 slots": (CAUSAL_CONV1D_UPDATE, {"slots": torch.ones(5, dtype=torch.int32)}, "slots must be torch.int64"),
-    "a state short": (CAUSAL_CONV1D_UPDATE, {"slots": None}, "12 states of 5 rows need slots"),
+    "a state short": (CAUSAL_CONV1D_UPDATE, {"slots": None}, "12 states of 5 sequences need slots"),
+    "int64 starts": (CAUSAL_CONV1D_UPDATE, {"query_starts": torch.arange(6)}, "query_starts must be torch.int32"),
+    "no sequence": (GATED_DELTA_RULE, {"query_starts": torch.zeros(1, dtype=torch.int32)}, "one sequence at least"),
+    "starts of others": (
+        SELECTIVE_STATE_UPDATE,
+        {"query_starts": torch.zeros(4, dtype=torch.int32)},
+        r"slots must have shape \(3,\)",
+    ),
     "too few slots": (GATED_DELTA_RULE, {"kept": torch.ones(4, dtype=torch.int64)}, r"kept must have shape \(5,\)"),
     "heads no multiple": (GATED_DELTA_RULE, {n: torch.ones(5, 3, 16) for n in ("query", "key")}, "no multiple of 3"),
     "transposed states": (GATED_DELTA_RULE, {"states": torch.ones(12, 4, 8, 16)}, r"states must be \(N, 4, 16, 8\)"),

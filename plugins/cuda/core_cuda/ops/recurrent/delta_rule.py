@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +13,7 @@ from core.common.ops.recurrent import GATED_DELTA_RULE
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent import states as common
-from core_cuda.ops.recurrent.states import block_of, in_rows, places, slot_of
+from core_cuda.ops.recurrent.states import block_of, in_rows, num_sequences, places, results, rows_of, slot_of
 from core_cuda.ops.registration import kernel_of
 
 MAX_KEY = 512
@@ -36,14 +35,14 @@ def _normed(x, eps, NORMED: tl.constexpr):
 
 @triton.jit
 def _delta_kernel(
-    query, key, value, decay, beta, states, slots, kept, out, query_row, query_head, key_row, key_head, value_row,
-    value_head, decay_row, decay_head, beta_row, beta_head, state_slot, scale, eps, HEADS: tl.constexpr,
+    query, key, value, decay, beta, states, slots, kept, query_starts, out, query_row, query_head, key_row, key_head,
+    value_row, value_head, decay_row, decay_head, beta_row, beta_head, state_slot, scale, eps, HEADS: tl.constexpr,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK: tl.constexpr,
     BY_FEATURE: tl.constexpr, NORMED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of the state (KEY, VALUE) of one head of one row."""
+    """BLOCK columns of the state (KEY, VALUE) of one head of one sequence, token by token."""
     blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
-    row = (tl.program_id(0) // (blocks * HEADS)).to(tl.int64)
+    sequence = tl.program_id(0) // (blocks * HEADS)
     head = tl.program_id(0) // blocks % HEADS
     features = tl.arange(0, BLOCK_KEY)
     columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -52,23 +51,24 @@ def _delta_kernel(
     mask = own[:, None] & shown[None, :]
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
-    state = tl.load(states + slot_of(slots, row) * state_slot + offsets, mask=mask, other=0.0).to(tl.float32)
-    q = tl.load(query + row * query_row + (head // GROUP) * query_head + features, mask=own, other=0.0).to(tl.float32)
-    k = tl.load(key + row * key_row + (head // GROUP) * key_head + features, mask=own, other=0.0).to(tl.float32)
-    v = tl.load(value + row * value_row + head * value_head + columns, mask=shown, other=0.0).to(tl.float32)
-    q = _normed(q, eps, NORMED) * scale
-    k = _normed(k, eps, NORMED)
-    if BY_FEATURE:
-        fading = tl.load(decay + row * decay_row + head * decay_head + features, mask=own, other=0.0).to(tl.float32)
-        state *= tl.exp(fading)[:, None]
-    else:
-        state *= tl.exp(tl.load(decay + row * decay_row + head * decay_head).to(tl.float32))
-    rate = tl.load(beta + row * beta_row + head * beta_head).to(tl.float32)
-    missing = (v - tl.sum(state * k[:, None], 0)) * rate
-    state += k[:, None] * missing[None, :]
-    target = states + slot_of(kept, row) * state_slot
-    tl.store(target + offsets, state, mask=mask)
-    tl.store(out + (row * HEADS + head) * VALUE + columns, tl.sum(state * q[:, None], 0), mask=shown)
+    first, last = rows_of(query_starts, sequence)
+    state = tl.load(states + slot_of(slots, sequence) * state_slot + offsets, mask=mask, other=0.0).to(tl.float32)
+    for row in range(first, last):
+        q = tl.load(query + row * query_row + (head // GROUP) * query_head + features, mask=own, other=0.0)
+        k = tl.load(key + row * key_row + (head // GROUP) * key_head + features, mask=own, other=0.0).to(tl.float32)
+        v = tl.load(value + row * value_row + head * value_head + columns, mask=shown, other=0.0).to(tl.float32)
+        q = _normed(q.to(tl.float32), eps, NORMED) * scale
+        k = _normed(k, eps, NORMED)
+        if BY_FEATURE:
+            fading = tl.load(decay + row * decay_row + head * decay_head + features, mask=own, other=0.0)
+            state *= tl.exp(fading.to(tl.float32))[:, None]
+        else:
+            state *= tl.exp(tl.load(decay + row * decay_row + head * decay_head).to(tl.float32))
+        rate = tl.load(beta + row * beta_row + head * beta_head).to(tl.float32)
+        missing = (v - tl.sum(state * k[:, None], 0)) * rate
+        state += k[:, None] * missing[None, :]
+        tl.store(out + (row * HEADS + head) * VALUE + columns, tl.sum(state * q[:, None], 0), mask=shown)
+    tl.store(states + slot_of(kept, sequence) * state_slot + offsets, state, mask=mask)
 
 
 @kernel_of(GATED_DELTA_RULE)
@@ -83,19 +83,21 @@ def gated_delta_rule(
     norm_eps: float,
     slots: Tensor | None,
     kept: Tensor | None,
+    query_starts: Tensor | None,
 ) -> Tensor:
     """Do what the canonical op does."""
     rows, heads, width = value.shape
+    count = num_sequences(rows, query_starts)
     depth, by_feature = key.shape[2], decay.dim() == 3
     query, key, value = in_rows(query), in_rows(key), in_rows(value)
     decay = in_rows(decay) if by_feature else decay
-    out = torch.empty((rows, heads, width), dtype=value.dtype, device=value.device)
+    out = results(value, query_starts)
     block_key = triton.next_power_of_2(depth)
     # 8,192 numbers of a state are 64 registers of each thread of 4 warps.
-    block = block_of(rows * heads, width, most=max(8192 // block_key, 8), least=8)
+    block = block_of(count * heads, width, most=max(8192 // block_key, 8), least=8)
     launching.launch(
         _delta_kernel,
-        (rows * heads * triton.cdiv(width, block),),
+        (count * heads * triton.cdiv(width, block),),
         query,
         key,
         value,
@@ -103,6 +105,7 @@ def gated_delta_rule(
         beta,
         states,
         *places(slots, kept),
+        None if query_starts is None else query_starts.contiguous(),
         out,
         *query.stride()[:2],
         *key.stride()[:2],

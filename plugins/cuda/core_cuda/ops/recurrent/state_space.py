@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +13,7 @@ from core.common.ops.recurrent import SELECTIVE_STATE_UPDATE
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent import states as common
-from core_cuda.ops.recurrent.states import block_of, in_rows, places, slot_of
+from core_cuda.ops.recurrent.states import block_of, in_rows, num_sequences, places, results, rows_of, slot_of
 from core_cuda.ops.registration import kernel_of
 
 MAX_STATE = 512
@@ -30,15 +29,24 @@ def why_not(call: OpCall) -> str | None:
 
 
 @triton.jit
+def _softplus(x):
+    # log(1 + u) loses u where it is small: as a multiple of u, by what the rounding of 1 + u kept of it.
+    grown = tl.exp(tl.minimum(x, 20.0))
+    near = 1.0 + grown
+    log = tl.where(near == 1.0, grown, tl.log(near) * (grown / tl.where(near == 1.0, 1.0, near - 1.0)))
+    return tl.where(x > 20.0, x, log)
+
+
+@triton.jit
 def _state_space_kernel(
-    x, dt, A, B, C, states, D, dt_bias, slots, kept, out, x_row, x_head, dt_row, dt_head, B_row, B_group, C_row,
-    C_group, A_head, D_head, bias_head, state_slot, HEADS: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr,
-    STATE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_STATE: tl.constexpr, SOFTPLUS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, dt, A, B, C, states, D, dt_bias, slots, kept, query_starts, out, x_row, x_head, dt_row, dt_head, B_row, B_group,
+    C_row, C_group, A_head, D_head, bias_head, state_slot, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    FEATURES: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_STATE: tl.constexpr,
+    SOFTPLUS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK features of one head of one row, with their STATE numbers of state each."""
+    """BLOCK features of one head of one sequence, with their STATE numbers of state each, token by token."""
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
-    row = (tl.program_id(0) // (blocks * HEADS)).to(tl.int64)
+    sequence = tl.program_id(0) // (blocks * HEADS)
     head = tl.program_id(0) // blocks % HEADS
     features = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     numbers = tl.arange(0, BLOCK_STATE)
@@ -47,27 +55,24 @@ def _state_space_kernel(
     mask = shown[:, None] & own[None, :]
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
-    state = tl.load(states + slot_of(slots, row) * state_slot + offsets, mask=mask, other=0.0).to(tl.float32)
-    token = tl.load(x + row * x_row + head * x_head + features, mask=shown, other=0.0).to(tl.float32)
-    keys = tl.load(B + row * B_row + (head // GROUP) * B_group + numbers, mask=own, other=0.0).to(tl.float32)
-    queries = tl.load(C + row * C_row + (head // GROUP) * C_group + numbers, mask=own, other=0.0).to(tl.float32)
-    step = tl.load(dt + row * dt_row + head * dt_head).to(tl.float32)
-    if dt_bias is not None:
-        step += tl.load(dt_bias + head * bias_head).to(tl.float32)
-    if SOFTPLUS:
-        # log(1 + u) loses u where it is small: as a multiple of u, by what the rounding of 1 + u kept of it.
-        grown = tl.exp(tl.minimum(step, 20.0))
-        near = 1.0 + grown
-        log = tl.where(near == 1.0, grown, tl.log(near) * (grown / tl.where(near == 1.0, 1.0, near - 1.0)))
-        step = tl.where(step > 20.0, step, log)
-    state *= tl.exp(step * tl.load(A + head * A_head).to(tl.float32))
-    state += (step * token)[:, None] * keys[None, :]
-    target = states + slot_of(kept, row) * state_slot
-    tl.store(target + offsets, state, mask=mask)
-    result = tl.sum(state * queries[None, :], 1)
-    if D is not None:
-        result += token * tl.load(D + head * D_head).to(tl.float32)
-    tl.store(out + (row * HEADS + head) * FEATURES + features, result, mask=shown)
+    first, last = rows_of(query_starts, sequence)
+    state = tl.load(states + slot_of(slots, sequence) * state_slot + offsets, mask=mask, other=0.0).to(tl.float32)
+    for row in range(first, last):
+        token = tl.load(x + row * x_row + head * x_head + features, mask=shown, other=0.0).to(tl.float32)
+        keys = tl.load(B + row * B_row + (head // GROUP) * B_group + numbers, mask=own, other=0.0).to(tl.float32)
+        queries = tl.load(C + row * C_row + (head // GROUP) * C_group + numbers, mask=own, other=0.0).to(tl.float32)
+        step = tl.load(dt + row * dt_row + head * dt_head).to(tl.float32)
+        if dt_bias is not None:
+            step += tl.load(dt_bias + head * bias_head).to(tl.float32)
+        if SOFTPLUS:
+            step = _softplus(step)
+        state *= tl.exp(step * tl.load(A + head * A_head).to(tl.float32))
+        state += (step * token)[:, None] * keys[None, :]
+        result = tl.sum(state * queries[None, :], 1)
+        if D is not None:
+            result += token * tl.load(D + head * D_head).to(tl.float32)
+        tl.store(out + (row * HEADS + head) * FEATURES + features, result, mask=shown)
+    tl.store(states + slot_of(kept, sequence) * state_slot + offsets, state, mask=mask)
 
 
 @kernel_of(SELECTIVE_STATE_UPDATE)
@@ -83,17 +88,19 @@ def selective_state_update(
     dt_softplus: bool,
     slots: Tensor | None,
     kept: Tensor | None,
+    query_starts: Tensor | None,
 ) -> Tensor:
     """Do what the canonical op does."""
     rows, heads, features = x.shape
+    count = num_sequences(rows, query_starts)
     x, B, C = in_rows(x), in_rows(B), in_rows(C)
-    out = torch.empty((rows, heads, features), dtype=x.dtype, device=x.device)
+    out = results(x, query_starts)
     size = B.shape[2]
     block_state = triton.next_power_of_2(size)
-    block = block_of(rows * heads, features, most=max(8192 // block_state, 4), least=4)
+    block = block_of(count * heads, features, most=max(8192 // block_state, 4), least=4)
     launching.launch(
         _state_space_kernel,
-        (rows * heads * triton.cdiv(features, block),),
+        (count * heads * triton.cdiv(features, block),),
         x,
         dt,
         A,
@@ -103,6 +110,7 @@ def selective_state_update(
         D,
         dt_bias,
         *places(slots, kept),
+        None if query_starts is None else query_starts.contiguous(),
         out,
         *x.stride()[:2],
         *dt.stride(),

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,7 +38,8 @@ def places(slots: Tensor | None, kept: Tensor | None) -> tuple[Tensor | None, Te
 def block_of(num_states: int, size: int, *, most: int, least: int) -> int:
     """Return of how many columns or rows of a state a program takes care, a power of 2: fewer where programs are few.
 
-    num_states: of all rows and heads. size: columns or rows of each. most, least: the largest and the smallest block.
+    num_states: of all sequences and heads. size: columns or rows of each. most, least: the largest and the smallest
+    block.
     """
     block: int = min(most, max(triton.next_power_of_2(size), 1))
     wanted = 2 * launching.num_multiprocessors()
@@ -46,10 +48,30 @@ def block_of(num_states: int, size: int, *, most: int, least: int) -> int:
     return block
 
 
+def results(like: Tensor, query_starts: Tensor | None) -> Tensor:
+    """Return memory for results of the shape of a tensor: zeros where rows may be padding, which no program writes."""
+    make = torch.empty if query_starts is None else torch.zeros
+    return make(like.shape, dtype=like.dtype, device=like.device)
+
+
+def num_sequences(num_rows: int, query_starts: Tensor | None) -> int:
+    """Return how many sequences a call has: without query_starts, one for each row."""
+    return num_rows if query_starts is None else query_starts.shape[0] - 1
+
+
 @triton.jit
-def slot_of(slots, row):
-    """Return the slot of a row, the row itself without slots, as int64."""
+def slot_of(slots, sequence):
+    """Return the slot of a sequence, its number without slots, as int64."""
     if slots is None:
-        return row.to(tl.int64)
+        return sequence.to(tl.int64)
     else:
-        return tl.load(slots + row).to(tl.int64)
+        return tl.load(slots + sequence).to(tl.int64)
+
+
+@triton.jit
+def rows_of(query_starts, sequence):
+    """Return the first row of a sequence and the first after it, as int64: without query_starts, it has one row."""
+    if query_starts is None:
+        return sequence.to(tl.int64), sequence.to(tl.int64) + 1
+    else:
+        return tl.load(query_starts + sequence).to(tl.int64), tl.load(query_starts + sequence + 1).to(tl.int64)
