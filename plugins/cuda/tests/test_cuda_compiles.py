@@ -61,7 +61,9 @@ KERNELS: dict[str, set[str]] = {
     },
     "quantized_moe": {"quantized_product_kernel"},
     "rotary": {"rotary_kernel", "_table_kernel", "prefill_kernel", "hopper_kernel"},
-    "recurrent": {"_convolution_kernel", "_delta_kernel", "_state_space_kernel"},
+    "recurrent": {
+        *("_convolution_kernel", "_packed_kernel", "_states_kernel", "_delta_kernel", "_state_space_kernel"),
+    },
     "flashinfer": {"tiles_kernel", "chunks_kernel", "works_kernel"},
 }
 """By family the kernels that its calls launch."""

@@ -158,10 +158,10 @@ def _arguments(
 def _packed_calls(draw: Draw) -> dict[str, dict[str, Any]]:
     """Return sequences of all kinds of lengths, with padding, bare steps, one group, states that are not named."""
     call = partial(_arguments, draw)
-    bare = {**packed(draw, call, (9, 40), padding=2), "D": None, "dt_bias": None, "dt_softplus": False}
+    bare = {**packed(draw, call, (9, 20), padding=2), "D": None, "dt_bias": None, "dt_softplus": False}
     return {name: packed(draw, call, lengths) for name, lengths in LENGTHS.items()} | {
         "sequences, padding": packed(draw, call, (2, 5), padding=3),
-        "sequences, bare steps": {**bare, "dt": draw(51, 4, scale=0.1).abs()},
+        "sequences, bare steps": {**bare, "dt": draw(31, 4, scale=0.3).abs()},
         "sequences, one group, no slots": packed(
             draw, partial(call, heads=(3, 1), sizes=(5, 7)), (4, 2), form="no slots"
         ),

@@ -1,4 +1,4 @@
-"""Calls of the steps of recurrent layers at shapes of Qwen3-Next, Nemotron-H and LFM2, for compile_cuda_kernels.py."""
+"""Calls of recurrent layers at shapes of Qwen3-Next, Nemotron-H and LFM2, for compile_cuda_kernels.py."""
 
 from __future__ import annotations
 
@@ -61,8 +61,20 @@ def state_space(rows: int) -> dict[str, Any]:
     }
 
 
+def packed(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its rows as prompts of four sequences."""
+    return {**call, **slots(4), "query_starts": torch.empty(5, dtype=torch.int32)}
+
+
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield steps of one and 64 sequences."""
+    """Yield steps of one and 64 sequences, and prompts of 256 tokens."""
+    call = packed(convolution(256, 8192, 4, silu=True))
+    yield "convolution of prompts", lambda call=call: causal_conv1d_update(**call)  # type: ignore[misc]
+    for name, by_feature in (("delta", False), ("kimi", True)):
+        call = packed(delta_rule(256, by_feature=by_feature))
+        yield f"{name} of prompts", lambda call=call: gated_delta_rule(**call)  # type: ignore[misc]
+    call = packed(state_space(256))
+    yield "state space of prompts", lambda call=call: selective_state_update(**call)  # type: ignore[misc]
     for rows in (1, 64):
         call = convolution(rows, 8192, 4, silu=True)
         yield f"convolution {rows}", lambda call=call: causal_conv1d_update(**call)  # type: ignore[misc]

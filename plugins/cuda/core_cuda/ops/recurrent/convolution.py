@@ -104,23 +104,22 @@ def _packed_kernel(
 @triton.jit
 def _states_kernel(
     x, states, slots, kept, query_starts, x_row, state_slot, CHANNELS: tl.constexpr, LENGTH: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The states of some channels after a packed sequence, from the first input kept on: each is read before it is
-    overwritten, as those behind it are never written first."""
+    """The states of some channels after a packed sequence."""
     blocks: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
     sequence = tl.program_id(0) // blocks
-    channels = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    mask = channels < CHANNELS
+    channels = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    places = tl.arange(0, BLOCK_LENGTH)[None, :]
+    mask = (channels < CHANNELS) & (places < LENGTH)
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     first, last = rows_of(query_starts, sequence)
     source = states + slot_of(slots, sequence) * state_slot + channels * LENGTH
     target = states + slot_of(kept, sequence) * state_slot + channels * LENGTH
-    for i in tl.static_range(0, LENGTH):
-        tl.store(
-            target + i, _input(x, source, first, last - first - LENGTH + i, x_row, channels, mask, LENGTH), mask=mask
-        )
+    new = _input(x, source, first, last - first - LENGTH + places, x_row, channels, mask, LENGTH)
+    tl.debug_barrier()  # the same memory, often: all of it has to be read before any is written
+    tl.store(target + places, new, mask=mask)
 
 
 @kernel_of(CAUSAL_CONV1D_UPDATE)
@@ -151,5 +150,6 @@ def causal_conv1d_update(
     starts, count = query_starts.contiguous(), num_sequences(rows, query_starts)
     inputs = x, states, weight, bias, read, starts, out
     launching.launch(_packed_kernel, (rows * blocks,), *inputs, *strides, count, **how)
+    sizes["BLOCK_LENGTH"] = triton.next_power_of_2(states.shape[2])
     launching.launch(_states_kernel, (count * blocks,), x, states, read, written, starts, *strides, **sizes)
     return out
