@@ -194,8 +194,8 @@ class PagedRunner:
 
     @property
     def traced_phases(self) -> tuple[str, ...]:
-        """The phases of `phases`: not prefill where steps with prompts run eagerly."""
-        return ("decode",) if self._keeps_states else ("prefill", "decode")
+        """The phases of `phases`: not prefill where the model's code for one token continues no prompt."""
+        return ("decode",) if self.whole_prompts else ("prefill", "decode")
 
     def phases(self) -> tuple[CachedPhase, ...]:
         """Return the logits of `traced_phases` as they are compiled, with the inputs of the self-check.
@@ -286,6 +286,8 @@ class PagedRunner:
         history = {"history_rows": torch.zeros_like(tensors["input_ids"])} if "shaped" in self._sampling else {}
         example = {**tensors, "sampling_params": self._greedy_params(step.num_rows), **history}
         self._examples[step.phase] = [example, {**example, "input_ids": tensors["input_ids"].flip(0)}]
+        if self._keeps_states:  # before passes made ops of it, a graph of prompts runs on one token of each alone
+            self._examples["prefill"] = self._examples[step.phase]
         self._paged.recurrent.begin(step)
         logits = self._calls[step.phase].probed(**tensors)
         self._paged.recurrent.clear()

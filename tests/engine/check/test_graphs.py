@@ -84,12 +84,19 @@ def test_a_model_that_can_not_be_paged_has_static_graphs_with_the_reason() -> No
         pass
 
 
-def test_a_model_with_recurrent_states_has_paged_graphs_of_decode_alone() -> None:
+def test_a_model_with_recurrent_states_has_paged_graphs() -> None:
     needs_states_in_caches()
     model = build_model(tiny_config("lfm2"), torch_device=torch.device("cpu"), dtype=torch.float32)
-    with engine_graphs(model, select_device("cpu"), phases=("decode",)) as (decode,):
-        assert decode.cache.startswith("paged: ") and "recurrent states" in decode.cache
-        assert any("index_copy" in str(node.target) for node in decode.traced.module.graph.nodes)
+    with engine_graphs(model, select_device("cpu")) as graphs:
+        targets = {graph.phase: str([node.target for node in graph.traced.module.graph.nodes]) for graph in graphs}
+        assert all(graph.cache.startswith("paged: ") and "recurrent states" in graph.cache for graph in graphs)
+    assert "index_copy" in targets["decode"] and "token_states" not in targets["decode"]
+    assert "keep_token_states" in targets["prefill"]
+
+
+def test_a_model_that_drops_states_of_prompts_has_paged_graphs_of_decode_alone() -> None:
+    needs_states_in_caches()
+    model = build_model(tiny_config("mamba"), torch_device=torch.device("cpu"), dtype=torch.float32)
     with (
         refused(UsageError, "steps with prompts run eagerly"),
         engine_graphs(model, select_device("cpu"), cache="paged"),
