@@ -1,7 +1,8 @@
-"""Random calls of the steps of recurrent layers: any slots, sizes, layouts and options."""
+"""Random calls of recurrent layers: any slots, sequences, sizes, layouts and options."""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,24 +13,36 @@ from core_conformance.fuzzing.source import WIDTHS, Source
 _SIZES = (1, 2, 8, 16, 31, 64)
 
 
-def _slots(source: Source, rows: int) -> tuple[int, dict[str, Any]]:
-    """Draw how many states there are, and which of them rows read and write: their own, or one that nobody writes."""
-    form = source.one_of("none", "own", "others")
+def _sequences(source: Source, most: int) -> tuple[int, int, dict[str, Any]]:
+    """Draw how many rows and states a call has, and the sequences: of one row each, of at most `most`, or several."""
+    count = source.integer(0, most)
+    if source.one_of(True, False):
+        return count, *_slots(source, count)
+    lengths = [source.one_of(0, 1, 2, 5, 17) for _ in range(max(count, 1))]
+    states, slots = _slots(source, len(lengths))
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=source.device)
+    return sum(lengths) + source.one_of(0, 1, 3), states, {**slots, "query_starts": starts}
+
+
+def _slots(source: Source, count: int) -> tuple[int, dict[str, Any]]:
+    """Draw how many states there are, and which of them sequences read and write: their own, or one that nobody
+    writes."""
+    form, none = source.one_of("none", "own", "others"), {"query_starts": None}
     if form == "none":
-        return rows, {"slots": None, "kept": None}
-    count = rows + source.integer(1, 5)
-    order = source.order(count - 1)[:rows] + 1
-    slots = torch.where(source.booleans(rows, share=0.3), 0, order) if form == "others" else order
+        return count, {"slots": None, "kept": None, **none}
+    states = count + source.integer(1, 5)
+    order = source.order(states - 1)[:count] + 1
+    slots = torch.where(source.booleans(count, share=0.3), 0, order) if form == "others" else order
     kept = None if form == "own" else order.to(source.device)
-    return count, {"slots": slots.to(source.device), "kept": kept}
+    return states, {"slots": slots.to(source.device), "kept": kept, **none}
 
 
 def convolution(source: Source) -> dict[str, Any]:
     """Draw a call of core::causal_conv1d_update."""
-    rows, channels = source.integer(0, 6), source.one_of(*WIDTHS)
+    channels = source.one_of(*WIDTHS)
     taps = source.integer(1, 6)
     length = max(taps - 1, 1) + source.integer(0, 2)
-    count, slots = _slots(source, rows)
+    rows, count, slots = _sequences(source, 6)
     dtype = source.one_of(source.dtype, at_least_fp32(source.dtype))
     return {
         "x": source.tensor(rows, channels),
@@ -43,9 +56,9 @@ def convolution(source: Source) -> dict[str, Any]:
 
 def delta_rule(source: Source) -> dict[str, Any]:
     """Draw a call of core::gated_delta_rule."""
-    rows, heads, group = source.integer(0, 4), source.integer(1, 3), source.integer(1, 3)
+    heads, group = source.integer(1, 3), source.integer(1, 3)
     key, value = source.one_of(*_SIZES), source.one_of(*_SIZES)
-    count, slots = _slots(source, rows)
+    rows, count, slots = _sequences(source, 4)
     wide = at_least_fp32(source.dtype)
     fading = source.one_of((rows, heads * group), (rows, heads * group, key))
     return {
@@ -63,9 +76,9 @@ def delta_rule(source: Source) -> dict[str, Any]:
 
 def state_space(source: Source) -> dict[str, Any]:
     """Draw a call of core::selective_state_update."""
-    rows, groups, group = source.integer(0, 4), source.integer(1, 3), source.integer(1, 3)
+    groups, group = source.integer(1, 3), source.integer(1, 3)
     features, size = source.one_of(*_SIZES), source.one_of(*_SIZES)
-    count, slots = _slots(source, rows)
+    rows, count, slots = _sequences(source, 4)
     heads, wide = groups * group, at_least_fp32(source.dtype)
     softplus = source.one_of(True, False)
     dt = source.tensor(rows, heads)

@@ -1,4 +1,4 @@
-"""Larger calls of the steps of recurrent layers: heads as models have them, sizes off tiles, many rows and channels."""
+"""Larger calls of recurrent layers: heads as models have them, sizes off tiles, many rows and channels, prompts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ def _slots(draw: Draw, rows: int, num_states: int) -> dict[str, Tensor]:
     read = order.clone()
     read[:1] = 0
     return {"slots": read.to(draw.device), "kept": order.to(draw.device)}
+
+
+def prompts(call: dict[str, Any], starts: tuple[int, ...]) -> dict[str, Any]:
+    """Return a call with its rows as the tokens of sequences that begin at these rows; the last one is the end."""
+    found, count = torch.tensor(starts, dtype=torch.int32, device=call["slots"].device), len(starts) - 1
+    return {**call, "slots": call["slots"][:count], "kept": call["kept"][:count], "query_starts": found}
 
 
 def conv_call(draw: Draw, rows: int, channels: int, taps: int = 4, length: int = 4) -> dict[str, Any]:
@@ -73,35 +79,44 @@ def space_call(draw: Draw, rows: int, heads: tuple[int, int], sizes: tuple[int, 
 def convolution(draw: Draw) -> Iterator[Sample]:
     """Yield 1,024 channels."""
     yield Sample(name="1024 channels", kwargs=conv_call(draw, 4, 1024))
+    yield Sample(name="prompts, 1024 channels", kwargs=prompts(conv_call(draw, 40, 1024), (0, 3, 3, 38)))
 
 
 def delta_rule(draw: Draw) -> Iterator[Sample]:
     """Yield heads of 128 features, two of values to a key, and decay by feature."""
     yield Sample(name="heads of 128", kwargs=delta_call(draw, 4, (2, 4), (128, 128)))
     yield Sample(name="heads of 64, decay by feature", kwargs=delta_call(draw, 4, (4, 4), (64, 64), by_feature=True))
+    yield Sample(name="prompts, heads of 128", kwargs=prompts(delta_call(draw, 150, (1, 2), (128, 128)), (0, 129, 147)))
 
 
 def state_space(draw: Draw) -> Iterator[Sample]:
     """Yield heads of 64 features with 128 numbers of state, four to a group."""
     yield Sample(name="heads of 64 by 128", kwargs=space_call(draw, 4, (8, 2), (64, 128)))
+    yield Sample(
+        name="prompts, heads of 64 by 128", kwargs=prompts(space_call(draw, 150, (2, 1), (64, 128)), (0, 129, 147))
+    )
 
 
 def convolution_sizes(draw: Draw) -> Iterator[Sample]:
     """Yield many rows, an odd number of channels, and more taps."""
     yield Sample(name="65 rows of 1001 channels", kwargs=conv_call(draw, 65, 1001))
     yield Sample(name="129 rows, 7 taps", kwargs=conv_call(draw, 129, 130, 7, 6))
+    yield Sample(name="prompts, 7 taps", kwargs=prompts(conv_call(draw, 129, 130, 7, 6), (0, 1, 6, 129)))
 
 
 def delta_rule_sizes(draw: Draw) -> Iterator[Sample]:
     """Yield many rows, and odd features of keys and values."""
     yield Sample(name="65 rows, keys of 33, values of 65", kwargs=delta_call(draw, 65, (1, 3), (33, 65)))
     yield Sample(name="3 rows, keys of 192, values of 257", kwargs=delta_call(draw, 3, (2, 2), (192, 257)))
+    odd = prompts(delta_call(draw, 97, (1, 3), (33, 65)), (0, 31, 96))
+    yield Sample(name="prompts, keys of 33, values of 65", kwargs=odd)
 
 
 def state_space_sizes(draw: Draw) -> Iterator[Sample]:
     """Yield many rows, and odd features and numbers of state."""
     yield Sample(name="65 rows, 33 by 65", kwargs=space_call(draw, 65, (3, 1), (33, 65)))
     yield Sample(name="3 rows, 130 by 257", kwargs=space_call(draw, 3, (4, 4), (130, 257)))
+    yield Sample(name="prompts, 33 by 65", kwargs=prompts(space_call(draw, 97, (3, 1), (33, 65)), (0, 31, 96)))
 
 
 def convolution_wide(draw: Draw) -> Iterator[Sample]:

@@ -23,12 +23,13 @@ from core.engine.paged.blocks import FIRST_SLOT, NULL_SLOT, BlockPool
 from core.engine.paged.recurrent import RecurrentStates
 from core.engine.paged.runner import PagedRunner
 from core.engine.paged.self_check import chunks_of
-from core.engine.paged.step_states import Run, SlotStates, StepCache
+from core.engine.paged.step_states import Run, SlotStates, StepCache, TokenStates
 from core.engine.paged.tables import BlockTables
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sequence import Sequence
 from core.engine.steps.step import Step
 from core.host.selection import select_device
+from tests.recording import acme
 from tests.support import needs_states_in_caches
 
 CPU = torch.device("cpu")
@@ -196,6 +197,26 @@ def test_the_self_check_finds_that_decode_reads_another_state(monkeypatch: pytes
     monkeypatch.setattr(recurrent.ServedLayer, "batched", wrong)
     with pytest.raises(NotPageable, match="one decode step"):
         PagedRunner(tiny("lfm2"), select_device("cpu"), CONFIG, max_model_len=64).close()
+
+
+def test_prompts_run_eagerly_where_their_graphs_compute_something_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    of = TokenStates.of
+
+    def wrong(slots: Tensor, *args: Any) -> TokenStates:
+        return of(slots.flip(0), *args)
+
+    config = replace(CONFIG, prefill_buckets=(32,), options=CompileOptions(lowering="inline", cache=False))
+    reasons = []
+    for function in (of, wrong):
+        monkeypatch.setattr(TokenStates, "of", function)
+        runner = PagedRunner(tiny("lfm2"), acme(), config, max_model_len=64)
+        reasons.append((runner.report().modes["prefill"], runner.reason.rpartition("; ")[2]))
+        runner.close()
+    assert reasons[0] == ("piecewise", "1 layers keep recurrent states in slots, and prompts share no beginning")
+    assert reasons[1] == ("off", "prompts run eagerly")
+    assert "in graphs, a prefill and one decode step on the paged cache differ from its own forward" in caplog.text
 
 
 def test_a_transformers_without_the_methods_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

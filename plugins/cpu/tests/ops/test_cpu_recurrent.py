@@ -103,10 +103,12 @@ def test_a_slot_that_is_not_there_raises(op: CanonicalOp, slot: int) -> None:
     ("model_type", "kernels_used"),
     [
         ("qwen3_next", {"cpu_causal_conv1d_update", "cpu_gated_delta_rule"}),
-        ("mamba2", {"cpu_causal_conv1d_update", "cpu_selective_state_update"}),
+        ("granitemoehybrid", {"cpu_causal_conv1d_update", "cpu_selective_state_update"}),
     ],
 )
-def test_an_engine_decodes_by_the_kernels_in_compiled_graphs(model_type: str, kernels_used: set[str]) -> None:
+def test_an_engine_runs_prompts_and_decode_by_the_kernels_in_compiled_graphs(
+    model_type: str, kernels_used: set[str]
+) -> None:
     """Each sequence of a batch gets the tokens that transformers gives for it alone."""
     transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'")
     needs_states_in_caches()
@@ -119,7 +121,9 @@ def test_an_engine_decodes_by_the_kernels_in_compiled_graphs(model_type: str, ke
         own = [loaded.model.generate(torch.tensor([p]), generation_config=how)[0, len(p) :].tolist() for p in prompts]
     config = EngineConfig(max_num_seqs=4, max_model_len=64, decode_buckets=(4,), sampling=("greedy",))
     with Engine(loaded, select_device("cpu"), config) as engine:
-        choices = [choice for traced in engine.report().traces for choice in traced.ops]
+        report = engine.report()
+        assert report.modes == {"decode": "compile", "prefill": "compile"}
+        for traced in report.traces:
+            assert kernels_used <= {choice.implementation for choice in traced.ops}
         found = engine.generate(prompts, SamplingParams(max_new_tokens=12, ignore_eos=True))
-    assert kernels_used <= {choice.implementation for choice in choices}
     assert [list(each.token_ids) for each in found] == own

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from core.common.conformance import ConformanceProfile
@@ -90,6 +91,40 @@ def test_faults_of_states_are_rejected(op: CanonicalOp, fault: Callable[..., Non
     assert any("states" in reason for reason in reasons["float32"]), reasons
 
 
+def one_sequence(call: dict[str, Any]) -> None:
+    """Let the first sequence have the rows of all."""
+    call["query_starts"] = call["query_starts"].clone()
+    call["query_starts"][1:] = call["query_starts"][-1]
+
+
+def from_nothing(call: dict[str, Any]) -> None:
+    """Let each sequence begin without a state."""
+    if call["slots"] is not None:
+        call["states"][call["slots"]] = 0
+
+
+def a_row_late(call: dict[str, Any]) -> None:
+    """Let each sequence begin a row late, where it has one."""
+    starts = call["query_starts"]
+    call["query_starts"] = torch.cat((torch.minimum(starts[:-1] + 1, starts[1:]), starts[-1:]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("fault", [one_sequence, from_nothing, a_row_late])
+def test_faults_of_prompts_alone_are_rejected(op: CanonicalOp, fault: Callable[[dict[str, Any]], None]) -> None:
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        call = named(op, args, kwargs)
+        if call["query_starts"] is not None:
+            fault(call)
+        out: Tensor = op.reference(**call)
+        return out
+
+    reasons = on(op, kernel)
+    assert any("sequences" in reason or "prompts" in reason for reason in reasons["float32"]), reasons
+    assert not reasons[f"{long_states.NUM_STEPS}-steps"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_an_honest_implementation_passes(op: CanonicalOp) -> None:
@@ -103,7 +138,9 @@ def test_drift_shows_after_thousands_of_steps_only(op: CanonicalOp) -> None:
     """A decay that is off by a rounding in some places is within the bounds of one call."""
 
     def drifting(before: dict[str, Any], after: dict[str, Any]) -> None:
-        if len(after["states"][kept(after)]) > 1:  # one row has too few numbers to hide it
+        if (
+            after["query_starts"] is None and len(after["states"][kept(after)]) > 1
+        ):  # one row has too few numbers to hide it
             after["states"][kept(after), ..., ::4] *= 1 + 2.0**-23
 
     reasons = on(op, with_fault(op, drifting))
