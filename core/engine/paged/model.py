@@ -41,8 +41,8 @@ class PagedModel:
         if self.recurrence.layers and config.deterministic is not None:
             raise UsageError(
                 f"deterministic={config.deterministic!r}",
-                found=f"{type(model).__name__} keeps recurrent states, and its prompts run by its own code, whose "
-                "products sum in an order that sizes decide",
+                found=f"{type(model).__name__} keeps recurrent states, and no implementation of the ops that move them "
+                "on is declared to give the same bits in any batch",
                 remedy="leave it out",
             )
         if self.whole_prompts and config.max_step_tokens is None:

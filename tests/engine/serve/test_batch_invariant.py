@@ -138,9 +138,8 @@ def test_a_model_without_the_paged_cache_is_refused() -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "falcon_h1", "lfm2"])
 def test_a_model_with_recurrent_states_is_refused(model_type: str) -> None:
-    """Whatever its ops are: prompts run by the model's own code."""
     needs_states_in_caches()
-    with refused(UsageError, "deterministic='batch'", "keeps recurrent states, and its prompts run by its own code"):
+    with refused(UsageError, "deterministic='batch'", "keeps recurrent states, and no implementation"):
         engine_of(model_type, max_num_seqs=2)
 
 

@@ -10,6 +10,7 @@ nets and LFM2 have before their states.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -52,37 +53,37 @@ def causal_conv1d_update(
     that holds x exactly. slots and kept (S,) int64, query_starts (S + 1,) int32. silu: SiLU follows. The sum is rounded
     to the dtype of weight, and so is what SiLU gives, and the result to that of x.
     """
+    before, taps, length = read(states, slots), weight.shape[1], states.shape[2]
     if query_starts is None:
-        inputs = torch.cat((read(states, slots), x[..., None]), dim=-1)  # (S, C, L + 1)
+        inputs = torch.cat((before, x[..., None]), dim=-1)  # (S, C, L + 1)
         write(states, inputs[..., 1:], slots, kept)
-        return _convolved(inputs[..., -weight.shape[1] :], weight, bias, silu).to(x.dtype)
-    places, before = Places.of(query_starts, x.shape[0]), read(states, slots)
-    last = torch.arange(-weight.shape[1], 0, device=x.device) + 1
-    windows = _inputs(x, before, places, places.sequence, places.offset[:, None] + last)  # (T, C, K)
+        return _convolved(inputs[..., -taps:].unbind(-1), weight, bias, silu).to(x.dtype)
+    places = Places.of(query_starts, x.shape[0])
+    windows = [_inputs(x, before, places, places.sequence, places.offset + i) for i in range(1 - taps, 1)]
     out = places.without_padding(_convolved(windows, weight, bias, silu).to(x.dtype))
     every = torch.arange(before.shape[0], device=x.device)
-    last = places.lengths[:, None] + torch.arange(-states.shape[2], 0, device=x.device)
-    write(states, _inputs(x, before, places, every, last), slots, kept)
+    last = [_inputs(x, before, places, every, places.lengths + i) for i in range(-length, 0)]
+    write(states, torch.stack(last, dim=-1), slots, kept)
     return out
 
 
-def _inputs(x: Tensor, before: Tensor, places: Places, sequence: Tensor, offsets: Tensor) -> Tensor:
-    """Return the inputs of sequences (R,) at offsets (R, I) from their first rows, (R, C, I); before these rows lie the
+def _inputs(x: Tensor, before: Tensor, places: Places, sequence: Tensor, offset: Tensor) -> Tensor:
+    """Return the inputs of sequences (R,) at offsets (R,) from their first rows, (R, C); before these rows lie the
     states, before (S, C, L)."""
     length = before.shape[2]
-    known = before[sequence.clamp(max=before.shape[0] - 1)].gather(
-        2, (offsets + length).clamp(0, length - 1)[:, None].expand(-1, before.shape[1], -1)
-    )
+    known = before[sequence.clamp(max=before.shape[0] - 1), :, (offset + length).clamp(0, length - 1)]
     if not x.shape[0]:
         return known
-    rows = (places.starts[sequence][:, None] + offsets).clamp(0, x.shape[0] - 1)
-    return torch.where((offsets < 0)[:, None], known, x[rows].transpose(1, 2))
+    rows = (places.starts[sequence] + offset).clamp(0, x.shape[0] - 1)
+    return torch.where(offset[:, None] < 0, known, x[rows])
 
 
-def _convolved(windows: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """Return the sums of windows (T, C, K), in the dtype of weight."""
+def _convolved(windows: Sequence[Tensor], weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """Return the sums of K inputs (T, C) each, in the dtype of weight."""
     acc = at_least_fp32(weight.dtype)
-    out = (windows.to(acc) * weight.to(acc)).sum(-1)
+    out = windows[0].to(acc) * weight[:, 0].to(acc)
+    for i, window in enumerate(windows[1:], start=1):
+        out = out + window.to(acc) * weight[:, i].to(acc)
     if bias is not None:
         out = out + bias.to(acc)
     out = out.to(weight.dtype)
