@@ -12,6 +12,7 @@ from core.common.ops.implementation import OpCall
 from core.common.ops.recurrent import GATED_DELTA_RULE
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
+from core_cuda.ops.recurrent import delta_chunks
 from core_cuda.ops.recurrent import states as common
 from core_cuda.ops.recurrent.states import block_of, in_rows, num_sequences, places, results, rows_of, slot_of
 from core_cuda.ops.registration import kernel_of
@@ -90,6 +91,9 @@ def gated_delta_rule(
     count = num_sequences(rows, query_starts)
     depth, by_feature = key.shape[2], decay.dim() == 3
     query, key, value = in_rows(query), in_rows(key), in_rows(value)
+    if query_starts is not None and delta_chunks.takes(key, decay):
+        given = query, key, value, decay, beta, states, scale, norm_eps, slots, kept
+        return delta_chunks.in_chunks(*given, query_starts)
     decay = in_rows(decay) if by_feature else decay
     out = results(value, query_starts)
     block_key = triton.next_power_of_2(depth)

@@ -12,8 +12,9 @@ from core.common.ops.implementation import OpCall
 from core.common.ops.recurrent import SELECTIVE_STATE_UPDATE
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
+from core_cuda.ops.recurrent import space_chunks
 from core_cuda.ops.recurrent import states as common
-from core_cuda.ops.recurrent.states import block_of, in_rows, num_sequences, places, results, rows_of, slot_of
+from core_cuda.ops.recurrent.states import block_of, in_rows, num_sequences, places, results, rows_of, slot_of, softplus
 from core_cuda.ops.registration import kernel_of
 
 MAX_STATE = 512
@@ -26,15 +27,6 @@ def why_not(call: OpCall) -> str | None:
     if size > MAX_STATE:
         return f"a feature has {size} numbers of state, and the kernel takes up to {MAX_STATE}"
     return common.why_not(call)
-
-
-@triton.jit
-def _softplus(x):
-    # log(1 + u) loses u where it is small: as a multiple of u, by what the rounding of 1 + u kept of it.
-    grown = tl.exp(tl.minimum(x, 20.0))
-    near = 1.0 + grown
-    log = tl.where(near == 1.0, grown, tl.log(near) * (grown / tl.where(near == 1.0, 1.0, near - 1.0)))
-    return tl.where(x > 20.0, x, log)
 
 
 @triton.jit
@@ -65,7 +57,7 @@ def _state_space_kernel(
         if dt_bias is not None:
             step += tl.load(dt_bias + head * bias_head).to(tl.float32)
         if SOFTPLUS:
-            step = _softplus(step)
+            step = softplus(step)
         state *= tl.exp(step * tl.load(A + head * A_head).to(tl.float32))
         state += (step * token)[:, None] * keys[None, :]
         result = tl.sum(state * queries[None, :], 1)
@@ -94,6 +86,9 @@ def selective_state_update(
     rows, heads, features = x.shape
     count = num_sequences(rows, query_starts)
     x, B, C = in_rows(x), in_rows(B), in_rows(C)
+    if query_starts is not None and space_chunks.takes(B):
+        given = x, dt, A, B, C, states, D, dt_bias, dt_softplus, slots, kept
+        return space_chunks.in_chunks(*given, query_starts)
     out = results(x, query_starts)
     size = B.shape[2]
     block_state = triton.next_power_of_2(size)

@@ -75,3 +75,13 @@ def rows_of(query_starts, sequence):
         return sequence.to(tl.int64), sequence.to(tl.int64) + 1
     else:
         return tl.load(query_starts + sequence).to(tl.int64), tl.load(query_starts + sequence + 1).to(tl.int64)
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + exp(x))."""
+    # log(1 + u) loses u where it is small: as a multiple of u, by what the rounding of 1 + u kept of it.
+    grown = tl.exp(tl.minimum(x, 20.0))
+    near = 1.0 + grown
+    log = tl.where(near == 1.0, grown, tl.log(near) * (grown / tl.where(near == 1.0, 1.0, near - 1.0)))
+    return tl.where(x > 20.0, x, log)
