@@ -74,7 +74,7 @@ def described(graph: TracedGraph) -> list[str]:
 def test_the_decode_graph_of_the_shared_trace_is_that_of_a_trace_of_decode(model_type: str) -> None:
     changes = {"num_hidden_layers": 1} if model_type == "llama" else {}
     with runner_of(tiny(model_type, **changes), options=CompileOptions(mode="off")) as runner:
-        lens = runner._query_lens()
+        lens = runner._lens
         shared = SharedTrace(op="core::attention", argument="max_query_len", values=lens)
         prefill, alone = traced(runner, "prefill"), traced(runner, "decode")
         assert shared.calls_have(prefill.module, lens["prefill"])
