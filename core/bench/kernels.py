@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from core.bench.rates import Rates, measure_rates
 from core.compilation.implementations import choose_implementations
 from core.compilation.rewrite.order import PassSwitches
+from core.compilation.rewrite.stated import check_runnable
 from core.compilation.rewriting import Rewriter, bound_constants
 from core.explain.layers import OUTSIDE, compact, layer_of
 from core.explain.nodes import op_name, path_of
@@ -168,6 +169,7 @@ def profile_phase(
     with step_graph(loaded, device, phase, batch=batch, tokens=tokens, kv_cache_dtype=kv_cache_dtype) as step:
         rewriter = Rewriter(device, switches, strict=strict)
         traced = rewriter.rewrite(step.traced, tokens=(step.num_tokens, step.num_tokens)).traced
+        check_runnable(phase, traced.module)
         choices = choose_implementations(traced.module, device.ops, constants=bound_constants(traced))
         chosen = {choice.node: choice for choice in choices}
         names = {node.name: op_name(node) for node in traced.module.graph.nodes}
