@@ -46,14 +46,14 @@ def why_not(shape: CodedShape) -> str | None:
 def default_config(shape: CodedShape) -> HopperCodedConfig:
     """Return a configuration: deep tiles where registers hold them, and K shared where that takes fewest steps.
 
-    Adding the sums of one more program takes as long as a step or so.
+    Adding the sums of one more program takes 0.7 of a step, by times measured on an H100.
     """
     block_k = 512 if shape.bits == 4 and shape.rows <= 8 else 256
     tiles, steps = triton.cdiv(shape.columns, COLUMNS), triton.cdiv(shape.depth, block_k)
     slots = _PER_MULTIPROCESSOR * launching.num_multiprocessors()
 
     def cost(split: int) -> float:
-        return float(triton.cdiv(steps, split) * triton.cdiv(tiles * split, slots) + split - 1)
+        return float(triton.cdiv(steps, split) * triton.cdiv(tiles * split, slots) + 0.7 * (split - 1))
 
     return HopperCodedConfig(block_k, min(range(1, max(1, min(_MOST_SPLITS, slots // tiles, steps)) + 1), key=cost))
 
