@@ -5,8 +5,8 @@ slices of the merged one. Weights keep their identity and become views of the jo
 twice (core/common/passes/packing.py). A kernel may round otherwise at another width: equal by the criterion of
 core.common.numerics, not bit by bit.
 
-Quantised linears (`core::quantized_linear`) are merged likewise, those that read the same codes; the scales of their
-weights are joined with these (core/common/passes/linear/mergeable.py).
+Quantised linears (`core::quantized_linear`, those that read the same codes, and `core::weight_only_linear`) are merged
+likewise; scales and zero points of their weights are joined with these (core/common/passes/linear/mergeable.py).
 
 Merged are linears of the innermost module that has several of the same input, such as an attention or an MLP.
 """
@@ -148,8 +148,8 @@ class _Merger:
     def _merge(self, group: Sequence[Linear]) -> None:
         """Merge one group; raise `Refused` where it can't be, with nothing changed."""
         first = group[0]
-        weights, biases, scales = self._packings(group)
-        for packing in filter(None, (weights, biases, scales)):
+        weights, biases, scales, zeros = self._packings(group)
+        for packing in filter(None, (weights, biases, scales, zeros)):
             reason = self._owners.refusal(packing)
             if reason:
                 names = ", ".join(linear.weight.name for linear in group)
@@ -165,7 +165,12 @@ class _Merger:
         if biases is not None:
             bias = self._join(f"{prefix}_bias", [linear.bias for linear in group], biases)
         scale = self._join_scales(f"{prefix}_weight_scale", [each.scales for each in group if each.scales], scales)
-        self._rewrite(group, (weight, bias, scale), (whole, parts), values)
+        points = None
+        if zeros is not None:
+            points = self._join(
+                f"{prefix}_weight_zero_point", [each.scales.zeros for each in group if each.scales], zeros
+            )
+        self._rewrite(group, (weight, bias, scale, points), (whole, parts), values)
 
     def _fakes(self, like: FakeTensor, sizes: tuple[int, ...]) -> tuple[FakeTensor, tuple[FakeTensor, ...]]:
         """Return the fake values of the merged result and of its slices; equal layers reuse them."""
@@ -180,8 +185,8 @@ class _Merger:
         made: Any = known[0].make(())
         return made, known[1].make((made,))
 
-    def _packings(self, group: Sequence[Linear]) -> tuple[Packing, Packing | None, Packing | None]:
-        """Return the tensors to lay end to end: weights, biases if there are any, and scales that can be joined."""
+    def _packings(self, group: Sequence[Linear]) -> tuple[Packing, Packing | None, Packing | None, Packing | None]:
+        """Return the tensors to lay end to end: weights, biases if there are any, scales that can be joined, zeros."""
         sizes = tuple(linear.num_rows for linear in group)
         weights = tuple(self._constants.value(linear.weight) for linear in group)
         # A linear without a bias gets one of zeros where the others have one.
@@ -190,10 +195,12 @@ class _Merger:
         scales = [linear.scales for linear in group if linear.scales is not None]
         rows = tuple(each.num_rows for each in scales)
         found = tuple(self._constants.value(each.weight) for each in scales)
+        points = tuple(self._constants.value(each.zeros) for each in scales)
         return (
             Packing(weights, sizes),
             Packing(biases, sizes) if has_bias else None,
             Packing(found, rows) if scales and are_alike(scales) else None,
+            Packing(points, rows) if scales and scales[0].zeros is not None else None,
         )
 
     def _join(self, name: str, nodes: Sequence[fx.Node | None], packing: Packing) -> fx.Node:
@@ -217,7 +224,7 @@ class _Merger:
     def _rewrite(
         self,
         group: Sequence[Linear],
-        operands: tuple[fx.Node, fx.Node | None, fx.Node | None],
+        operands: tuple[fx.Node, fx.Node | None, fx.Node | None, fx.Node | None],
         fakes: tuple[Any, tuple[Any, ...]],
         values: Mapping[fx.Node, Any],
     ) -> None:

@@ -1,4 +1,4 @@
-"""The linear layers that can be merged: plain ones, and `core::quantized_linear` with the scales of its weights.
+"""The linear layers that can be merged: plain ones, `core::quantized_linear` and `core::weight_only_linear`.
 
 How scales of weights are joined is decided here: those by channel, by group and by block are laid end to end as the
 weights are. A scale for a whole weight is one number where the joined weight has one per channel: it is spread, in a
@@ -14,21 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from core.common.ops.linear import WEIGHT_ONLY_LINEAR
 from core.common.ops.quantize import QUANTIZED_LINEAR
 from core.common.passes import calls, find_op, site_name, value_of, view
 
-_SHARED = frozenset({"out_dtype", "x_zero_point"})
-"""Further arguments of `core::quantized_linear`, equal in all layers, that the merged call takes over."""
+_SHARED = frozenset({"out_dtype", "x_zero_point", "num_bits"})
+"""Further arguments of quantised layers, equal in all of them, that the merged call takes over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The scales of a quantised layer. x: of its input; weight: of its weight, () or one row for each `block`
-    channels."""
+    """The scales of a quantised layer. x: of its input, None where that is no codes; weight: of its weight, () or one
+    row for each `block` channels; zeros: its zero points, which lie as the scales do."""
 
-    x: fx.Node
+    x: fx.Node | None
     weight: fx.Node
     num_channels: int
+    zeros: fx.Node | None = None
 
     @property
     def num_rows(self) -> int:
@@ -77,28 +79,39 @@ class Linear:
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
         """What layers must share to be merged: the input, its scales and its zero points."""
-        scales = () if self.scales is None else (self.scales.x,)
+        scales = () if self.scales is None or self.scales.x is None else (self.scales.x,)
         shared = (node for name, node in self.further.items() if name in _SHARED and isinstance(node, fx.Node))
         return self.x, *scales, *shared
 
     @property
     def constants(self) -> tuple[fx.Node, ...]:
         """The operands that are joined with those of other layers."""
-        scale = None if self.scales is None else self.scales.weight
-        return tuple(node for node in (self.weight, self.bias, scale) if node is not None)
+        scales = () if self.scales is None else (self.scales.weight, self.scales.zeros)
+        return tuple(node for node in (self.weight, self.bias, *scales) if node is not None)
 
     @property
     def form(self) -> str:
         """What the weights' scales must share to be joined; "" for a plain layer."""
         if self.scales is None:
             return ""
-        return f"{value_of(self.scales.weight).dtype}, {self.scales.num_columns} to a channel"
+        zeros = "" if self.scales.zeros is None else ", with zero points"
+        bits = f", {self.further['num_bits']} bits" if "num_bits" in self.further else ""
+        return f"{value_of(self.scales.weight).dtype}, {self.scales.num_columns} to a channel{zeros}{bits}"
 
-    def call(self, graph: fx.Graph, weight: fx.Node, bias: fx.Node | None, scale: fx.Node | None) -> fx.Node:
+    def call(
+        self,
+        graph: fx.Graph,
+        weight: fx.Node,
+        bias: fx.Node | None,
+        scale: fx.Node | None,
+        zeros: fx.Node | None,
+    ) -> fx.Node:
         """Insert the same call with other weights and return it."""
         target: Any = self.node.target
         if self.scales is None:
             return graph.call_function(target, (self.x, weight, bias))
+        if self.scales.x is None:
+            return graph.call_function(target, (self.x, weight, scale, zeros, bias), dict(self.further))
         return graph.call_function(target, (self.x, self.scales.x, weight, scale, bias), dict(self.further))
 
 
@@ -107,6 +120,8 @@ def read_linear(node: fx.Node) -> Linear | None:
     if view.kind(node) == "linear":
         x, weight, bias = (view.operand(node, i, name) for i, name in enumerate(("input", "weight", "bias")))
         return _plain(x, weight, bias, node)
+    if find_op(node.target) is WEIGHT_ONLY_LINEAR:
+        return _weight_only(node)
     if find_op(node.target) is not QUANTIZED_LINEAR:
         return None
     given = calls.arguments(node, QUANTIZED_LINEAR)
@@ -115,6 +130,17 @@ def read_linear(node: fx.Node) -> Linear | None:
     if found is None or not isinstance(x_scale, fx.Node) or not isinstance(scale, fx.Node):
         return None
     return replace(found, scales=Scales(x_scale, scale, found.num_rows), further=given)
+
+
+def _weight_only(node: fx.Node) -> Linear | None:
+    given = calls.arguments(node, WEIGHT_ONLY_LINEAR)
+    x, weight, scale = (given.pop(name) for name in ("x", "w_codes", "w_scale"))
+    zeros = given.pop("w_zero_point", None)
+    found = _plain(x, weight, given.pop("bias", None), node)
+    if found is None or not isinstance(scale, fx.Node) or value_of(scale).shape[0] != found.num_rows:
+        return None
+    zeros = zeros if isinstance(zeros, fx.Node) else None
+    return replace(found, scales=Scales(None, scale, found.num_rows, zeros), further=given)
 
 
 def _plain(x: Any, weight: Any, bias: Any, node: fx.Node) -> Linear | None:

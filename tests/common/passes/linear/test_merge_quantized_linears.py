@@ -48,9 +48,9 @@ class Merged:
         return list(run_graph(self.graph.module, [*self.graph.values({"x": self.x}), *added], fp64=fp64).outputs)
 
     def calls(self) -> list[Any]:
-        return [
-            n for n in self.graph.module.graph.nodes if n.target in (ops.quantized_linear, ops.quantized_linear.default)
-        ]
+        quantised = (ops.quantized_linear, ops.weight_only_linear)
+        targets = (*quantised, *(each.default for each in quantised))
+        return [node for node in self.graph.module.graph.nodes if node.target in targets]
 
 
 def memory(tensors: Any) -> int:
@@ -58,7 +58,13 @@ def memory(tensors: Any) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("scheme", "kinds"), [("fp8", "---"), ("int8", "b-b"), ("int8-asymmetric", "---")])
+@pytest.mark.parametrize(
+    ("scheme", "kinds"),
+    [
+        *(("fp8", "---"), ("int8", "b-b"), ("int8-asymmetric", "---")),
+        *(("w4a16-g32", "---"), ("w4a16-asymmetric-g32", "b-b"), ("w8a16", "---")),
+    ],
+)
 def test_projections_of_the_same_codes_become_one(scheme: str, kinds: str, dtype: torch.dtype) -> None:
     model: Any = quantize(Decoder(2, kinds=kinds, dtype=dtype), scheme)
     held = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -69,7 +75,7 @@ def test_projections_of_the_same_codes_become_one(scheme: str, kinds: str, dtype
         assert model.get_parameter(name) is tensor and torch.equal(tensor.double(), value.double())
     for layer in model.layers:
         projections = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-        for part in ("weight", "weight_scale"):
+        for part in ("weight", "weight_scale", *(("weight_zero_point",) if scheme.startswith("w4a16-a") else ())):
             assert len({getattr(p, part).untyped_storage().data_ptr() for p in projections}) == 1
     zeros = 2 * 32 * dtype.itemsize if kinds == "b-b" else 0  # of the layer that has no bias
     assert memory(merged.constants.tensors()) == merged.bytes_before + zeros
@@ -159,12 +165,16 @@ def test_layers_that_read_other_codes_are_left_apart() -> None:
     assert (merged.report.matched, merged.report.near_misses) == (0, ())
 
 
-def test_formats_are_not_mixed() -> None:
+@pytest.mark.parametrize(
+    "schemes",
+    [("fp8", "int8"), ("w4a16-g32", "w8a16"), ("w4a16-g32", "w4a16-asymmetric-g32"), ("w4a16-g32", "w4a16-g64")],
+)
+def test_formats_are_not_mixed(schemes: tuple[str, str]) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first = quantize(nn.Sequential(nn.Linear(64, 32, bias=False)), "fp8")
-            self.second = quantize(nn.Sequential(nn.Linear(64, 32, bias=False)), "int8")
+            layers = (quantize(nn.Sequential(nn.Linear(64, 32, bias=False)), scheme) for scheme in schemes)
+            self.first, self.second = layers
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.first(x).sin() * self.second(x)
