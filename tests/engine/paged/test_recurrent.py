@@ -199,6 +199,7 @@ def test_the_self_check_finds_that_decode_reads_another_state(monkeypatch: pytes
         PagedRunner(tiny("lfm2"), select_device("cpu"), CONFIG, max_model_len=64).close()
 
 
+@pytest.mark.slow
 def test_prompts_run_eagerly_where_their_graphs_compute_something_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -182,6 +182,7 @@ def test_a_step_that_fails_after_it_moved_states_is_computed_from_the_beginning(
     check(jobs)
 
 
+@pytest.mark.slow
 def test_a_padded_row_that_wrote_to_a_sequence_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = build("lfm2")
     prompts = [[3, 4, 5], [6, 7, 8], [9, 10, 11]]  # three rows in a bucket of four
