@@ -58,6 +58,14 @@ def denies_writes(target: Any) -> bool:
     )
 
 
+_KEEPING = {
+    **dict.fromkeys(("embedding", "embedding_bag"), ("max_norm", ("weight",))),
+    "batch_norm": ("training", ("running_mean", "running_var")),
+    "instance_norm": ("use_input_stats", ("running_mean", "running_var")),
+}
+"""By name of a functional layer: the argument by which it writes, and those that it writes into then."""
+
+
 def written_args(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the arguments that the node writes into; all of them where the callable is unknown."""
     return tuple(dict.fromkeys(_written(node))) if node.op.startswith("call_") else ()
@@ -79,6 +87,18 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
         yield from node.all_input_nodes
     elif _in_place(_name(target)) or _asked_in_place(node):
         yield from _nodes(node.args[:1] or node.kwargs.get("input"))
+    else:
+        yield from _kept(node)
+
+
+def _kept(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield what torch's functional layers write on the way: embeddings that are bounded, running statistics."""
+    flag, names = _KEEPING.get(_name(node.target), ("", ()))
+    if names and inspect.isfunction(node.target):
+        given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        given.apply_defaults()
+        if given.arguments[flag]:
+            yield from _nodes([given.arguments[name] for name in names])
 
 
 def written_by(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[fx.Node, ...]:

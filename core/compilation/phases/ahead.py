@@ -90,7 +90,10 @@ class KernelsAhead:
         if fixed is None:
             return
         own = own_tensors(node, op, given.values)
-        beyond = {name: _beyond(own.get(name), value, given.sizes) for name, value in arguments.items()}
+        try:
+            beyond = {name: _beyond(own.get(name), value, given.sizes) for name, value in arguments.items()}
+        except TypeError:  # where in its memory it begins, only a run tells
+            return
         call = f"{op.qualified_name} {[each.name for each in candidates]} {fixed} {beyond}"
         if call in self._seen:
             return

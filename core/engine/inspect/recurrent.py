@@ -73,6 +73,12 @@ class Recurrence:
         """Memory of one sequence's states in all layers."""
         return sum(state.num_bytes for layer in self.layers.values() for state in layer.states)
 
+    @property
+    def limits_prompts(self) -> bool:
+        """Whether layers bound their steps in prompts alone, as transformers' state spaces do by `time_step_limit`."""
+        limits = [tuple(getattr(each, "time_step_limit", (0, math.inf))) for each in self.layers]
+        return any(least > 0 or most < math.inf for least, most in limits)
+
 
 NONE = Recurrence(layers=MappingProxyType({}), continues=True)
 """Of models that keep no state besides keys and values."""

@@ -90,7 +90,8 @@ class PagedRunner:
                 forward = self._check_same_function(attends=bool(paged.layers))
             self._greedy_rows = self._greedy_params(max(b["rows"] for sizes in buckets.values() for b in sizes))
             how: Any = {"relocate": sleeper and sleeper.placing(self._paged.tensors), "progress": progress}
-            self._compile(buckets, config, packed=paged.recurrence.continues, **how)
+            packed = paged.recurrence.continues and not paged.recurrence.limits_prompts
+            self._compile(buckets, config, packed=packed, **how)
             if self._keeps_states:
                 self._check_prompts(buckets, config, forward, **how)
         except BaseException:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from core.compilation.rewrite.manager import PassManager
+from core.compilation.trace.tracing import trace
 from core.errors import CoreError
 from core.verify.planted import Mistake, with_mistake
 from tests.kernel_cases import randn
@@ -87,6 +89,18 @@ def test_other_sorts_and_sums_stay(
     assert [reason in miss.reason for miss in reports["sort_expert_pairs"].near_misses] == [True] * bool(reason)
     wanted = Experts(change).to(device.torch_device)(x.to(device.torch_device))
     torch.testing.assert_close(program(x=x.to(device.torch_device)), wanted)
+
+
+@torch.no_grad()
+def test_places_of_unknown_origin_are_left_to_torch(kernel_device: torch.device) -> None:
+    """The kernel reads as many as there are weights, and no negative ones."""
+
+    def summed(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        return (rows[places].view(-1, 2, 40) * weights[..., None]).sum(1)
+
+    graph = trace(summed, {"rows": randn(12, 40), "places": torch.arange(12) - 12, "weights": randn(6, 2)})
+    (report,) = PassManager([PASSES["sum_expert_rows"]], strict=True).run(graph.module)
+    assert report.matched == 0 and "may not be where each pair went" in report.near_misses[0].reason
 
 
 @torch.no_grad()

@@ -149,8 +149,8 @@ def test_a_quantised_mixture_is_served_by_the_kernels(scheme: str, kernel_device
 @pytest.mark.parametrize(
     ("scheme", "op", "per_layer"),
     [
-        ("w4a16-g32", "core::weight_only_linear", 7),
-        ("w8a16", "core::weight_only_linear", 7),
+        ("w4a16-g32", "core::weight_only_linear", 4),
+        ("w8a16", "core::weight_only_linear", 4),
         ("int8", "core::quantized_linear", 4),
     ],
     ids=str,

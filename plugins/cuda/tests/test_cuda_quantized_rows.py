@@ -36,6 +36,39 @@ class Twice(nn.Module):
         return *rows, codes.float().cos(), scale.sin()
 
 
+class Reread(Twice):
+    """What becomes of the rows or the results in between decides whether they may share memory."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__(INT8, INT8)
+        self.change = change
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = x.transpose(0, 1).sin() if self.change == "copied" else x.sin()
+        rows = x.reshape(-1, self.size)
+        if self.change == "copied":
+            x.add_(5)
+        codes, scale = torch.ops.core.quantize(rows, None, **self.first)
+        others, _ = torch.ops.core.quantize(x, None, **self.second)
+        if self.change == "written":
+            codes.mul_(0)
+        return codes if self.change == "returned" else codes.float().sin(), scale.cos(), others.float().cos()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [("copied", "is a copy of"), ("written", "a result is written later"), ("returned", "a result is returned")],
+)
+@torch.no_grad()
+def test_results_that_would_share_memory_stay(change: str, reason: str, kernel_device: torch.device) -> None:
+    x = randn(2, 5, 40)
+    program, reports = compiled(Reread(change), device_with(kernel_device, SHARE_QUANTIZED_ROWS), x, strict=True)
+    assert reports[NAME].matched == 0 and reason in reports[NAME].near_misses[0].reason
+    wanted = Reread(change).to(kernel_device)(x.to(kernel_device))
+    for one, other in zip(program(x=x.to(kernel_device)), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("code", [torch.int8, torch.float8_e4m3fn], ids=str)
 @torch.no_grad()

@@ -194,3 +194,25 @@ def test_what_ops_write_is_no_part_of_what_a_pass_is() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == fingerprint(REMOVE_NO_OPS.run)
+
+
+class Keeping(nn.Module):
+    """Layers that write into what they hold, where they are told to."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.writes = writes
+        for name, tensor in (("table", torch.randn(10, 4)), ("mean", torch.zeros(4)), ("var", torch.ones(4))):
+            self.register_buffer(name, tensor)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = nn.functional.embedding(ids, self.table, max_norm=0.5 if self.writes else None)
+        return nn.functional.batch_norm(x, self.mean, self.var, training=self.writes)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_bounded_embeddings_and_running_statistics_are_writes(writes: bool) -> None:
+    module = trace(Keeping(writes), {"ids": torch.arange(8)}).module
+    found = find_writes(module)
+    written = [node.name for node in module.graph.find_nodes(op="placeholder") if found.writers(node)]
+    assert len(written) == (3 if writes else 0), written

@@ -15,6 +15,7 @@ import torch
 
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
+from core.engine.inspect.recurrent import Recurrence
 from core.engine.models.loading import LoadedModel, build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.paged import step_states
@@ -85,9 +86,9 @@ class Job:
     tokens: list[int] = field(default_factory=list)
 
 
-def build(model_type: str) -> LoadedModel:
+def build(model_type: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     torch.manual_seed(0)
-    return build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=torch.float32)
+    return build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=dtype)
 
 
 def generated(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
@@ -147,6 +148,21 @@ def test_each_request_gets_the_tokens_of_generating_alone(model_type: str) -> No
     check(jobs)
     assert stats.preempted > 0 and stats.chunked > 0 and stats.mixed_steps > 0
     assert stats.reused == 0
+
+
+def test_layers_that_bound_the_steps_of_prompts_alone_have_no_graphs_of_prompts() -> None:
+    """The model's code for one token knows no bound; no prompts of a self-check need to reach it."""
+    for limit, bounded in (((0.0, float("inf")), False), ((0.001, float("inf")), True), ((0.0, 5.0), True)):
+        module = torch.nn.Module()
+        module.time_step_limit = limit  # type: ignore[assignment]
+        layers: Any = {module: None, torch.nn.Module(): None}
+        assert Recurrence(layers=layers, continues=True).limits_prompts is bounded
+
+
+@pytest.mark.slow
+def test_a_bound_is_found_where_half_precision_hides_it_from_the_self_check() -> None:
+    with Engine(build("nemotron_h", dtype=torch.bfloat16), acme(), CONFIG) as engine:
+        assert engine.report().modes["prefill"] == "off" and "prompts run eagerly" in engine.route_reason
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

@@ -81,7 +81,7 @@ class _Merger:
         self._recipes: dict[object, Any] = {}
         self._owners = Owners(self._constants.tensors())
         self._returned = self._writes.of(*context.graph.output_node().all_input_nodes)
-        self._joined: dict[tuple[fx.Node | None, ...], fx.Node] = {}
+        self._joined: dict[tuple[object, ...], fx.Node] = {}
         self.sites: list[str] = []
         self.misses: list[NearMiss] = []
 
@@ -138,10 +138,11 @@ class _Merger:
             before = sum(self._order[w] < self._order[linear.node] for w in self._writes.writers(*linear.inputs))
             module = _common_module(linear, linears)
             key = (module, before, weight.dtype, value_of(linear.node).dtype, weight.device, linear.form)
-            if linear.weight in known[key]:
-                self.misses.append(near_miss(linear.node, f"{linear.weight.name} is used twice on one input"))
+            twice = next((each for each in linear.constants if each in known[key]), None)
+            if twice is not None:  # joined, it would lie in two places, of which a load in place reaches one
+                self.misses.append(near_miss(linear.node, f"{twice.name} is used twice on one input"))
                 continue
-            known[key].add(linear.weight)
+            known[key].update(linear.constants)
             groups[key].append(linear)
         return groups
 
@@ -204,7 +205,7 @@ class _Merger:
         )
 
     def _join(self, name: str, nodes: Sequence[fx.Node | None], packing: Packing) -> fx.Node:
-        key = tuple(nodes)
+        key = (*nodes, packing.sizes)
         if key not in self._joined:  # layers may share their weights
             like = next(node for node in nodes if node is not None)
             self._joined[key] = self._constants.add(self._context.graph, name, packing.pack(), like, packing=packing)
@@ -212,14 +213,15 @@ class _Merger:
 
     def _join_scales(self, name: str, scales: Sequence[Scales], packing: Packing | None) -> fx.Node | None:
         """Return the scales of the joined weight, laid end to end if there is a packing, else spread; None for none."""
-        key = tuple(each.weight for each in scales)
-        if key and key not in self._joined:
-            values = [v for v in map(self._constants.value, key) if v is not None]
+        nodes = [each.weight for each in scales]
+        key = (*nodes, tuple(each.num_channels for each in scales))
+        if nodes and key not in self._joined:
+            values = [v for v in map(self._constants.value, nodes) if v is not None]
             joined = spread(scales, values) if packing is None else packing.pack()
             self._joined[key] = self._constants.add(
-                self._context.graph, name, joined, key[0], packing=packing, sources=values
+                self._context.graph, name, joined, nodes[0], packing=packing, sources=values
             )
-        return self._joined[key] if key else None
+        return self._joined[key] if nodes else None
 
     def _rewrite(
         self,

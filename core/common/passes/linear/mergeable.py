@@ -137,7 +137,10 @@ def _weight_only(node: fx.Node) -> Linear | None:
     x, weight, scale = (given.pop(name) for name in ("x", "w_codes", "w_scale"))
     zeros = given.pop("w_zero_point", None)
     found = _plain(x, weight, given.pop("bias", None), node)
-    if found is None or not isinstance(scale, fx.Node) or value_of(scale).shape[0] != found.num_rows:
+    if found is None or not isinstance(scale, fx.Node):
+        return None
+    sizes = value_of(weight).shape[0], *value_of(scale).shape[:1]
+    if any(type(size) is not int for size in sizes) or len(set(sizes)) > 1:  # a symbol would become a condition
         return None
     zeros = zeros if isinstance(zeros, fx.Node) else None
     return replace(found, scales=Scales(None, scale, found.num_rows, zeros), further=given)

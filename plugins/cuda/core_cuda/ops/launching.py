@@ -65,11 +65,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """
     if 0 in grid:
         return
+    instead = _INSTEAD.get()
     if "OVERLAP" in kernel.arg_names:
         options["OVERLAP"] = can_overlap()
-        if may_overlap():
+        if may_overlap() if instead is None else can_overlap():  # what is not launched is nobody's next kernel
             options["launch_pdl"] = True
-    instead = _INSTEAD.get()
     if instead is None:
         kernel[grid](*args, **options)
     else:

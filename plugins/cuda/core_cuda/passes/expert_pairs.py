@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from core.common.passes import Guards, NearMiss, Pass, PassContext, Replacement, Site, near_miss, value_of, view
+from core.common.passes.values.sizes import same_size
 from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.moe.pairs import order_pairs, weighted_sum
 from core_cuda.passes.mixture_examples import quantised_experts
@@ -125,6 +126,11 @@ def _unfit(matched: Mapping[str, Any]) -> str | None:
     rows, places, weights = (value_of(matched[name]) for name in ("rows", "places", "weights"))
     if rows.ndim != 2 or weights.ndim != 2 or places.ndim != 1 or places.dtype != torch.int64:
         return f"{matched['rows']} are no rows of pairs that {matched['places']} finds"
+    source = _source(matched["places"], operator.getitem)
+    if matched["places"].target != "scatter" and (source is None or source.target is not order_pairs):
+        return f"{matched['places']} may not be where each pair went"
+    if not same_size(places.shape[0], weights.shape[0] * weights.shape[1]):
+        return f"{matched['places']} and {matched['weights']} are of other pairs"
     if (weights.shape[1], rows.shape[1]) != (matched["top_k"], matched["size"]) or matched["top_k"] > _TOP_K:
         return f"{matched['rows']} are seen as {matched['top_k']} rows of {matched['size']} to a token"
     for name, dtype in (("rows", rows.dtype), ("weights", weights.dtype), ("result", matched.get("dtype"))):

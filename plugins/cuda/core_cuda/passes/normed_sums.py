@@ -12,6 +12,7 @@ from torch import fx
 
 from core.common.ops.norm import ADD_RMS_NORM, RMS_NORM
 from core.common.passes import LIFTS, NearMiss, Pass, PassContext, Site, calls, find_op, near_miss, view
+from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.norm.normed_sum import ROUNDING, normed_sum, normed_sum_rms_norm, why_not
 from core_cuda.passes.examples import normed_sums
 from core_cuda.passes.taking import given, refusal
@@ -31,6 +32,8 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     if reason := refusal(normed, why_not) or (refusal(node, why_not) if then else ""):
         return near_miss(node, reason)
     residual = operands[1] if operands[0] is normed else operands[0]
+    if view.dtype(residual) not in DTYPES:
+        return near_miss(node, f"{residual} is {view.dtype(residual)}, which the kernel does not take")
     first = given(normed)
     args = (first["x"], residual, first["weight"], first["eps"])
     rounding = {name: first[name] for name in ROUNDING}

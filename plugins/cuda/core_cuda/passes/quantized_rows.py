@@ -28,7 +28,7 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     if not isinstance(source, fx.Node) or len(view.shape(call["x"]) or ()) != 2:
         return None
     other = next((user for user in source.users if find_op(user.target) is QUANTIZE), None)
-    if other is None:
+    if other is None or not context.taken.isdisjoint((node, other)):
         return None
     size = (view.shape(call["x"]) or (0,))[-1]
     if type(size) is not int or (view.shape(source) or (0,))[-1] != size:
@@ -40,9 +40,12 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     if call["granularity"] != "token" or call["scale"] is not None:
         return near_miss(node, f"{node} makes no scale for each token by itself")
     outputs = (*calls.outputs(other), *calls.outputs(node))
+    if reason := _reason(context, source, call["x"], [each for each in outputs if each is not None]):
+        return near_miss(node, reason)
     anchor = next((each for each in outputs if each is not None), None)
     if anchor is None:
         return None
+    context.taken.update((node, other))
     return Site(
         anchor=anchor,
         target=_in_both_shapes(call["dtype"], size),
@@ -50,6 +53,18 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
         interior=(other, node, *(each for each in outputs if each is not None)),
         outputs=outputs,
     )
+
+
+def _reason(context: PassContext, source: fx.Node, rows: fx.Node, outputs: list[fx.Node]) -> str:
+    """Return why results of both shapes cannot share memory, or the rows are no view, or ""."""
+    writes = context.analysis("writes")
+    if writes.of(rows) != writes.of(source):
+        return f"{rows} is a copy of {source}"
+    if writes.writers(*outputs):
+        return "a result is written later"
+    if writes.of(*outputs) & writes.of(*context.graph.output_node().all_input_nodes):
+        return "a result is returned"
+    return ""
 
 
 @lru_cache

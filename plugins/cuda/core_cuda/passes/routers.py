@@ -23,6 +23,8 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     x, weight = map(view.source_of_cast, casts)
     if x is None or weight is None or view.dtype(x) not in (torch.bfloat16, torch.float16):
         return None
+    if len(view.shape(weight) or ()) != 2:
+        return near_miss(node, f"{weight} has shape {view.shape(weight)}")
     if view.dtype(weight) != view.dtype(x):
         return near_miss(node, f"{x} is {view.dtype(x)}, {weight} is {view.dtype(weight)}")
     assert context.constants is not None  # the guard has seen to it

@@ -11,6 +11,7 @@ from torch import fx
 
 from core.common.ops.linear import LINEAR
 from core.common.passes import NearMiss, Pass, PassContext, Site, find_op, near_miss, value_of, view
+from core.common.passes.values.sizes import same_size
 from core_cuda.ops.moe.shared_gate import add_gated_expert, why_not
 from core_cuda.passes.mixture_examples import gated_experts
 from core_cuda.passes.taking import given
@@ -33,6 +34,8 @@ def _site(
     shapes = [view.shape(each) for each in (routed, shared, call["x"], call["weight"])]
     if any(shape is None or len(shape) != 2 for shape in shapes) or not view.same_shape(routed, shared):
         return None
+    if not same_size(shapes[0][0], shapes[2][0]):  # type: ignore[index]  # no shape is None here
+        return near_miss(node, f"{linear} has other rows than {shared}")
     if shapes[3][0] != 1 or call["bias"] is not None:  # type: ignore[index]  # no shape is None here
         return near_miss(node, f"{linear} gives more than one number to a token, or has a bias")
     for each, after in ((linear, gate), (gate, gated), (gated, node)):

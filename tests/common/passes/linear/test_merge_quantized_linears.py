@@ -181,3 +181,38 @@ def test_formats_are_not_mixed(schemes: tuple[str, str]) -> None:
             return out
 
     assert Merged(Mixed(), tokens()).report.matched == 0
+
+
+class Shared(nn.Module):
+    """Two layers of codes with one scale, or one tensor of zero points: joined, it would lie in two places."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        layers = quantize(nn.Sequential(*(nn.Linear(64, 32, bias=False) for _ in range(2))), "w4a16-asymmetric-g32")
+        self.one, self.two = layers
+        setattr(self.two, part, getattr(self.one, part))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.one(x).sin() * self.two(x)
+        return out
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_zero_point"])
+def test_a_tensor_that_two_layers_share_is_laid_down_once(part: str) -> None:
+    merged = Merged(Shared(part), tokens())
+    assert merged.report.matched == 0 and "is used twice on one input" in merged.report.near_misses[0].reason
+
+
+def test_joined_scales_are_those_of_layers_of_these_sizes() -> None:
+    """Two groups share the scales of their weights, for layers of other sizes."""
+
+    class Groups(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Pair((), (), sizes=(32, 64)), Pair((), (), sizes=(64, 32))
+            self.second.s0, self.second.s1 = self.first.s0, self.first.s1
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.first(x), self.second(x * 2)
+
+    assert Merged(Groups(), tokens()).report.matched == 2
