@@ -24,6 +24,14 @@ COUNTS = ((1, 1024), (2, 1024), (4, 1024), (8, 1024), (16, 1024), (32, 1024), (6
 PROMPTS = (128, 512, 1024, 4096)
 
 
+def _constants(rows: int, depth: int, config: Any) -> tuple[Any, ...]:
+    """Return what a kernel of few rows is compiled for; the number of splits only at compute capability 9."""
+    least = {"tile": 16, "hopper": 8}.get(config.kernel)
+    tall = 1 if least is None else max(least, 1 << (rows - 1).bit_length())
+    splits = config.split_k if config.kernel == "hopper" else config.split_k > 1
+    return (tall, depth % max(config.block_k, 1) == 0, *{**asdict(config), "split_k": splits}.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """A linear layer at a number of rows; columns: of its result, behind the gate if it is gated."""
@@ -74,10 +82,8 @@ class Linear:
     wanted = library
 
     def same_kernel(self, config: Any) -> tuple[Any, ...]:
-        """Return what the compiled kernel depends on: sizes and splits are no constants of it."""
-        tall = max(16, 1 << (self.rows - 1).bit_length()) if config.kernel == "tile" else 1
-        constants = {**asdict(config), "split_k": config.split_k > 1}
-        return (tall, self.gated, self.depth % config.block_k == 0, *constants.values())
+        """Return what the compiled kernel depends on."""
+        return (self.gated, *_constants(self.rows, self.depth, config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +131,7 @@ class QuantizedLinear:
 
     def same_kernel(self, config: Any) -> tuple[Any, ...]:
         """Return what the compiled kernel depends on."""
-        tall = max(16, 1 << (self.rows - 1).bit_length()) if config.kernel == "tile" else 1
-        return (
-            tall,
-            self.depth % max(config.block_k, 1) == 0,
-            *{**asdict(config), "split_k": config.split_k > 1}.values(),
-        )
+        return _constants(self.rows, self.depth, config)
 
 
 @dataclass(frozen=True, slots=True)

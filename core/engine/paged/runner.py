@@ -94,6 +94,8 @@ class PagedRunner:
             self._compile(buckets, config, packed=packed, **how)
             if self._keeps_states:
                 self._check_prompts(buckets, config, forward, **how)
+            if paged.recurrence.limits_prompts:
+                self.reason += ": layers bound their steps in prompts alone"
         except BaseException:
             self.close()
             raise

@@ -78,10 +78,11 @@ def test_the_op_takes_it_and_gives_the_same_bits_each_time(gpu: torch.device) ->
 
 
 @pytest.mark.gpu
-def test_what_a_tuner_tries_is_right(gpu: torch.device) -> None:
+@pytest.mark.parametrize("block_k", [256, 512])
+def test_other_tiles_and_shares(block_k: int, gpu: torch.device) -> None:
     call = operands(4, "int4", zeros=False)
-    for config in hopper_coded.candidates(CodedShape(4, 200, 1536, 4, 128)):
-        check(WEIGHT_ONLY_LINEAR, by(config), [call], gpu)
+    for split_k in (1, 2, 8):
+        check(WEIGHT_ONLY_LINEAR, by(HopperCodedConfig(block_k, split_k)), [call], gpu)
 
 
 def bound(call: dict[str, Any], *names: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -56,13 +55,6 @@ def default_config(shape: CodedShape) -> HopperCodedConfig:
         return float(triton.cdiv(steps, split) * triton.cdiv(tiles * split, slots) + 0.7 * (split - 1))
 
     return HopperCodedConfig(block_k, min(range(1, max(1, min(_MOST_SPLITS, slots // tiles, steps)) + 1), key=cost))
-
-
-def candidates(shape: CodedShape) -> Iterator[HopperCodedConfig]:
-    """Yield the configurations worth measuring, the default first."""
-    default = default_config(shape)
-    every = (HopperCodedConfig(block_k, split) for block_k in (256, 512) for split in (1, 2, 4, 8))
-    yield from dict.fromkeys((default, *every))
 
 
 def takes(x: Tensor, codes: Tensor) -> bool:

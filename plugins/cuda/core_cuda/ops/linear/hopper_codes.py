@@ -16,9 +16,6 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-HELD = 8
-"""Codes of a row that a thread holds side by side."""
-
 
 @gluon.constexpr_function
 def _powers(first, end):

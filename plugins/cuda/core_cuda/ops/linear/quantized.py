@@ -179,8 +179,11 @@ def library_timed(call: OpCall) -> str | None:
 
 
 def late_timed(call: OpCall) -> str | None:
-    """Say why the kernel that reads codes no earlier than it must is not worth timing."""
-    return "the same kernel that reads codes early is never slower"
+    """Say why the kernel that reads codes no earlier than it must is not worth timing.
+
+    On an H100 it took longer at 19 of 24 sizes of 8B and 1B, by up to 27 %, and at three 1 to 3 % less.
+    """
+    return "the same kernel that reads codes early is faster, or about as fast"
 
 
 def _is_narrow(out_dtype: torch.dtype, bias: Tensor | None) -> bool:
