@@ -164,8 +164,9 @@ def test_weights_of_codes_are_served_by_the_kernels(
     quantize(loaded.model, scheme)
     with Engine(loaded, device, CONFIG) as engine:
         for trace in engine.report().traces:
-            chosen = {choice.op: choice.implementation for choice in trace.ops if choice.op == op}
-            calls = sum(choice.op == op for choice in trace.ops)
-            assert chosen == {op: f"cuda_{op.removeprefix('core::')}"} and calls == per_layer * LAYERS, trace.phase
+            chosen = [choice.implementation for choice in trace.ops if choice.op == op]
+            own = f"cuda_{op.removeprefix('core::')}"  # or its kernel that reads codes before its wait
+            assert {name.removesuffix("_early") for name in chosen} == {own}, trace.phase
+            assert len(chosen) == per_layer * LAYERS, trace.phase
         result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
     assert result.passed and result.verdict is not None and result.verdict.passed

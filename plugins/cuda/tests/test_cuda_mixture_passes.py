@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from core.common.numerics import Fp64Mode, judge
+from core.common.numerics import Fp64Mode, judge, judge_pooled
 from core.common.ops.linear import LINEAR
 from core.errors import CoreError
 from core.verify.planted import Mistake, with_mistake
@@ -153,12 +153,18 @@ def test_products_of_halves_are_those_in_fp32(dtype: torch.dtype, kernel_device:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_gated_expert_is_what_four_ops_give(dtype: torch.dtype, kernel_device: torch.device) -> None:
+    def four(x: Tensor, weight: Tensor, own: Tensor, routed: Tensor) -> Tensor:
+        return routed + torch.sigmoid(nn.functional.linear(x, weight)) * own
+
+    found, wanted, exact = [], [], []
     for rows, depth, size in ((1, 64, 64), (7, 100, 33), (3, 33, 300), (0, 64, 64)):
         x, weight = randn(rows, 2 * depth, dtype=dtype)[:, :depth], randn(1, depth, dtype=dtype, seed=1, scale=0.3)
-        own, routed = randn(rows, size, dtype=dtype, seed=2), randn(rows, size, dtype=dtype, seed=3)
-        call = [each.to(kernel_device) for each in (x, weight, own, routed)]
-        wanted = routed + torch.sigmoid(nn.functional.linear(x, weight)) * own
-        torch.testing.assert_close(shared_gate.add_gated_expert(*call).cpu(), wanted)
+        call = (x, weight, randn(rows, size, dtype=dtype, seed=2), randn(rows, size, dtype=dtype, seed=3))
+        found.append(shared_gate.add_gated_expert(*(each.to(kernel_device) for each in call)).cpu())
+        wanted.append(four(*call))
+        exact.append(four(*(each.double() for each in call)))
+    verdict = judge_pooled(found, wanted, exact)
+    assert verdict.passed, verdict.reason
 
 
 def test_what_the_kernels_do_not_take_is_refused() -> None:
