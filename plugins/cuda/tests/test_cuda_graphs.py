@@ -202,6 +202,32 @@ def test_closing_gives_the_memory_back_and_another_capture_works(mode: str, devi
         assert reserved() <= before + 2**21
 
 
+def test_200_captures_take_no_more_memory_than_40(device: Device) -> None:
+    """Of the driver too, which keeps the graphs themselves."""
+
+    def taken() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    backend = device.graph_backend()
+    x = torch.randn(16, WIDTH, device="cuda")
+    model = Model().cuda().eval()
+    after: list[int] = []
+    with torch.no_grad():
+        for _ in range(5):
+            with backend.capture_session():
+                for index in range(40):
+                    key = GraphKey("main", (index,))
+                    slots = torch.arange(1, 17, device="cuda")
+                    backend.capture_one(key, lambda slots=slots: (model(x, slots),), {}, lambda: None)
+            assert len(backend.replay(key)) == 1
+            backend.cleanup()
+            after.append(taken())
+    assert after[-1] <= after[0] + 2**21
+
+
 def test_graphs_share_the_memory_of_their_outputs(device: Device) -> None:
     backend = device.graph_backend()
     assert isinstance(backend, StreamGraphBackend)
