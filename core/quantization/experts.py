@@ -76,7 +76,7 @@ class QuantizedExperts(QuantizedModule):
         x = hidden_states.reshape(-1, self.hidden_dim)
         top_k = top_k_index.shape[-1]
         elsewhere = (top_k_index < 0) | (top_k_index >= self.num_experts)
-        experts, order = torch.sort(torch.where(elsewhere, self.num_experts, top_k_index).flatten())
+        experts, order = torch.sort(torch.where(elsewhere, self.num_experts, top_k_index).flatten(), stable=True)
         each = torch.arange(self.num_experts, device=x.device)
         ends = torch.searchsorted(experts, each, right=True, out_int32=True)
         rows = order // top_k

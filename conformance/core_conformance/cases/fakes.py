@@ -92,6 +92,8 @@ def judge_canonical(trial: Trial, *, op: CanonicalOp) -> None:
 
 def judge_traced(trial: Trial, *, op: CanonicalOp, of: OpImplementation) -> None:
     """Compare an implementation on fake and on real tensors, and let torch check the custom ops that it calls."""
+    if of.missing:
+        raise NotSupported(of.missing)
     reasons: dict[str, None] = {}
     recorder, admitted = Recorder(), 0
     for dtype, sample in _calls(trial, op):

@@ -56,7 +56,9 @@ class Experts(nn.Module):
         weights, indices = torch.topk(x[:, :num_experts].sigmoid(), 2)
         most = 5 if self.change == "bound" else num_experts
         elsewhere = (indices < 0) | (indices >= most)
-        experts, order = torch.sort(torch.where(elsewhere, num_experts, indices).flatten())
+        experts, order = torch.sort(
+            torch.where(elsewhere, num_experts, indices).flatten(), stable=self.change != "unstable"
+        )
         each = torch.arange(4 if self.change == "experts" else num_experts, device=x.device)
         ends = torch.searchsorted(experts, each, right=self.change != "left", out_int32=True)
         rows = x[order // 2] * (1 + ends.sum() / 64).to(x.dtype)
@@ -73,6 +75,7 @@ class Experts(nn.Module):
         ("bound", 0, 1, ""),
         ("left", 0, 1, ""),
         ("experts", 0, 1, "does not count the 6 experts"),
+        ("unstable", 0, 1, "may put pairs of one expert in another order"),
         ("order", 0, 1, "is used otherwise than for the tokens and places of pairs"),
         ("tokens", 1, 0, ""),
         ("rows", 1, 0, ""),

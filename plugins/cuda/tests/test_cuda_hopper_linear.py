@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.common.numerics import judge
+from core.common.numerics import Fp64Mode, judge
 from core.common.ops.declaration import CanonicalOp
 from core.common.ops.linear.gated import GATED_LINEAR, LINEAR
 from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
@@ -112,8 +112,9 @@ def test_codes(early: bool, gpu: torch.device) -> None:
             "out_dtype": torch.bfloat16,
         }
         found = kernel(**moved(call, gpu))
-        numbers = {k: v.double() if isinstance(v, Tensor) else v for k, v in call.items()} | {"out_dtype": torch.double}
-        exact = QUANTIZED_LINEAR.reference(**numbers)
+        wide = {k: v.double() if isinstance(v, Tensor) and v.dtype != FP8 else v for k, v in call.items()}
+        with Fp64Mode():
+            exact = QUANTIZED_LINEAR.reference(**wide)
         assert judge(found.cpu(), QUANTIZED_LINEAR.reference(**call), exact).passed, (rows, columns, depth)
 
 

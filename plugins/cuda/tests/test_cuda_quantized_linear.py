@@ -32,6 +32,7 @@ from core_cuda.ops.linear.skinny_configs import SkinnyConfig
 
 FP8 = torch.float8_e4m3fn
 ROWS = (1, 5, 40, 130)
+ORDER = ("x_codes", "x_scale", "w_codes", "w_scale", "bias")
 
 
 def codes(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -51,7 +52,10 @@ def call(rows: int, columns: int = 96, depth: int = 256, *, seed: int = 0, **cha
 
 
 def exact(args: dict[str, Any]) -> torch.Tensor:
-    wide = {n: v.double() if isinstance(v, torch.Tensor) and v.dtype != FP8 else v for n, v in args.items()}
+    wide = {
+        n: v.double() if isinstance(v, torch.Tensor) and v.dtype not in (FP8, torch.int8) else v
+        for n, v in args.items()
+    }
     return QUANTIZED_LINEAR.reference(**wide | {"out_dtype": torch.float64})
 
 
@@ -63,7 +67,7 @@ def judged(found: torch.Tensor, args: dict[str, Any], slack: float = 1.0) -> boo
 
 def run(args: dict[str, Any], device: torch.device, kernel: Any = quantized_linear) -> torch.Tensor:
     there = moved(args, device)
-    operands = [there.pop(name) for name in ("x_codes", "x_scale", "w_codes", "w_scale", "bias")]
+    operands = [there.pop(name) for name in ORDER]
     result: torch.Tensor = kernel(*operands, **there)
     return result
 
@@ -77,6 +81,16 @@ def test_any_number_of_rows(rows: int, out_dtype: torch.dtype, kernel_device: to
     for changes in ({}, {"bias": bias}, {"x_scale": torch.tensor(0.01)}, {"w_scale": torch.tensor([[0.02]])}):
         args = call(rows, out_dtype=out_dtype, **changes)
         assert judged(run(args, kernel_device), args), changes
+
+
+@pytest.mark.parametrize("code", [FP8, torch.int8], ids=str)
+def test_scales_that_lie_apart(code: torch.dtype, kernel_device: torch.device) -> None:
+    args = call(5, x_codes=codes(5, 256).to(code), w_codes=codes(96, 256, seed=1).to(code))
+    there = moved(args, kernel_device)
+    for name in ("x_scale", "w_scale"):
+        between = torch.stack((there[name], torch.full_like(there[name], float("nan"))), 1)[:, 0]
+        found = quantized_linear(*((there | {name: between})[each] for each in ORDER), out_dtype=torch.bfloat16)
+        assert judged(found.cpu(), args), name
 
 
 @pytest.mark.parametrize("kernel", [quantized_linear_library, quantized_linear_fast], ids=lambda k: k._opname)

@@ -310,6 +310,15 @@ def test_a_library_that_is_absent_is_not_supported() -> None:
     assert case.not_supported == absent.reason
 
 
+def test_an_implementation_whose_library_is_absent_is_not_called() -> None:
+    def imports(*_: Any, **__: Any) -> Tensor:
+        raise ModuleNotFoundError("No module named 'absent'")
+
+    lacking = OpImplementation(op="core::rms_norm", name="absent_norm", fn=imports, missing="absent is not installed")
+    with pytest.raises(NotSupported, match="absent is not installed"):
+        trial_of(cpu(ops=(lacking,)), "rms_norm/absent_norm")
+
+
 def test_a_whole_library_that_is_absent_is_one_case() -> None:
     absent = FakeResult(applied=False, reason="not installed here")
     device = cpu(fakes=tuple((FakeOp(op=f"nowhere::{name}", rule=half_last()), absent) for name in "abc"))

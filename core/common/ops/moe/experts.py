@@ -93,7 +93,7 @@ def _sorted_by_expert(x: Tensor, indices: Tensor, num_experts: int, mlp: _Mlp) -
     """Return the experts' results (T, k, D); each expert sees its own tokens only."""
     top_k = indices.shape[1]
     elsewhere = (indices < 0) | (indices >= num_experts)
-    experts, order = torch.sort(torch.where(elsewhere, num_experts, indices).flatten())
+    experts, order = torch.sort(torch.where(elsewhere, num_experts, indices).flatten(), stable=True)
     ends = torch.searchsorted(experts, torch.arange(num_experts, device=x.device), right=True, out_int32=True)
 
     def project(rows: Tensor, matrices: Tensor, biases: Tensor | None) -> Tensor:

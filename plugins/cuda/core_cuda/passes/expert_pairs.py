@@ -32,6 +32,8 @@ def find_order(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     indices, num_experts = _sorted_indices(sort)
     if sort is None or indices is None or _source(experts, operator.getitem, 0) is None:
         return None
+    if not sort.kwargs.get("stable"):
+        return near_miss(node, f"{sort} may put pairs of one expert in another order each time")
     if _numbers(each) != num_experts:
         return near_miss(node, f"{each} does not count the {num_experts} experts")
     found = {user.args[1]: user for user in sort.users if user.target is operator.getitem}
@@ -61,8 +63,13 @@ def _source(node: Any, target: Any, index: int | None = None) -> fx.Node | None:
 
 
 def _sorted_indices(sort: Any) -> tuple[fx.Node | None, int]:
-    """Return indices (T, k) and the number of experts of `sort(where(index of none, E, indices).flatten())`."""
-    if not isinstance(sort, fx.Node) or sort.target is not torch.sort or len(sort.args) != 1 or sort.kwargs:
+    """Return indices (T, k) and the number of experts of `sort(where(index of none, E, indices).flatten())`.
+
+    The sort may be stable or not.
+    """
+    if not isinstance(sort, fx.Node) or sort.target is not torch.sort or len(sort.args) != 1:
+        return None, 0
+    if sort.kwargs.keys() - {"stable"}:
         return None, 0
     flat: Any = sort.args[0]
     where: Any = flat.args[0] if view.kind(flat) == "flatten" and len(flat.args) == 1 and not flat.kwargs else None

@@ -53,7 +53,7 @@ class _Experts(nn.Module):
         weights, indices = torch.topk((x @ self.router.t()).sigmoid(), 2)
         weights = weights.float() if self.wide else weights
         elsewhere = (indices < 0) | (indices >= self.num_experts)
-        experts, order = torch.sort(torch.where(elsewhere, self.num_experts, indices).flatten())
+        experts, order = torch.sort(torch.where(elsewhere, self.num_experts, indices).flatten(), stable=True)
         each = torch.arange(self.num_experts, device=x.device)
         ends = torch.searchsorted(experts, each, right=True, out_int32=True)
         rows = x[order // 2] * (1 + ends.sum() / 64).to(x.dtype)

@@ -64,7 +64,7 @@ def _product(
         x = x_codes.reshape(-1, depth)
         if x.shape[0] == 0:
             return x.new_empty((*x_codes.shape[:-1], columns), dtype=out_dtype)
-        scales = (x_scale.reshape(-1), w_scale.reshape(-1))
+        scales = (x_scale.reshape(-1).contiguous(), w_scale.reshape(-1).contiguous())
         if w_codes.dtype == torch.int8:
             out = multiply_int8(x, w_codes, scales, bias, out_dtype, int8_config(x.shape[0], columns, depth))
         else:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from core_cuda.ops.recurrent.states import exponential
+
 CHUNK = 16
 """Rows of a chunk."""
 PRECISION = "tf32x3"
@@ -52,10 +54,10 @@ def decays_between(logs, CHUNK: tl.constexpr):
     rows = tl.arange(0, CHUNK)
     later = rows[:, None] > rows[None, :]
     sums = tl.cumsum(tl.where(later, tl.broadcast_to(logs[:, None], (CHUNK, CHUNK)), 0.0), 0)
-    return tl.where(rows[:, None] >= rows[None, :], tl.exp(sums), 0.0)
+    return tl.where(rows[:, None] >= rows[None, :], exponential(sums), 0.0)
 
 
 @triton.jit
 def decays_to_end(logs):
     """Return by what a state decays from behind each row to the last."""
-    return tl.exp(tl.cumsum(logs, 0, reverse=True) - logs)
+    return exponential(tl.cumsum(logs, 0, reverse=True) - logs)

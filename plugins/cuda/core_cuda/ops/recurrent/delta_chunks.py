@@ -18,7 +18,7 @@ from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent import chunks
 from core_cuda.ops.recurrent.chunks import CHUNK, PRECISION, decays_between, decays_to_end, place_of, sequence_at
-from core_cuda.ops.recurrent.states import num_sequences, places, results, rows_of, slot_of
+from core_cuda.ops.recurrent.states import exponential, num_sequences, places, results, rows_of, slot_of
 
 MAX_KEY = 256
 """Features of a key at most: a program holds them for a chunk."""
@@ -103,7 +103,7 @@ def _states_kernel(
         shown_rows = real[:, None] & shown[None, :]
         v = tl.load(value + rows[:, None] * value_row + head * value_head + columns, mask=shown_rows, other=0.0)
         logs = tl.load(decay + rows * decay_row + head * decay_head, mask=real, other=0.0).to(tl.float32)
-        faded, k_root = tl.exp(tl.cumsum(logs, 0)), _roots(k, eps, NORMED)
+        faded, k_root = exponential(tl.cumsum(logs, 0)), _roots(k, eps, NORMED)
         chunk = (place * HEADS + head) * (CHUNK * CHUNK) + inner
         known = (faded * k_root)[:, None] * tl.dot(k, state, input_precision=PRECISION)
         missing = tl.dot(tl.load(solved + chunk), v.to(tl.float32) - known, input_precision=PRECISION)
@@ -111,7 +111,7 @@ def _states_kernel(
         result += tl.dot(tl.load(scores + chunk), missing, input_precision=PRECISION)
         tl.store(out + (rows[:, None] * HEADS + head) * VALUE + columns, result, mask=shown_rows)
         added = missing * (decays_to_end(logs) * k_root)[:, None]
-        state = state * tl.exp(tl.sum(logs, 0)) + tl.dot(tl.trans(k), added, input_precision=PRECISION)
+        state = state * exponential(tl.sum(logs, 0)) + tl.dot(tl.trans(k), added, input_precision=PRECISION)
         place += 1
     target = states + slot_of(kept, sequence) * state_slot
     tl.store(target + offsets, state, mask=own[:, None] & shown[None, :])

@@ -14,7 +14,16 @@ from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent import delta_chunks
 from core_cuda.ops.recurrent import states as common
-from core_cuda.ops.recurrent.states import block_of, in_rows, num_sequences, places, results, rows_of, slot_of
+from core_cuda.ops.recurrent.states import (
+    block_of,
+    exponential,
+    in_rows,
+    num_sequences,
+    places,
+    results,
+    rows_of,
+    slot_of,
+)
 from core_cuda.ops.registration import kernel_of
 
 MAX_KEY = 512
@@ -62,9 +71,9 @@ def _delta_kernel(
         k = _normed(k, eps, NORMED)
         if BY_FEATURE:
             fading = tl.load(decay + row * decay_row + head * decay_head + features, mask=own, other=0.0)
-            state *= tl.exp(fading.to(tl.float32))[:, None]
+            state *= exponential(fading.to(tl.float32))[:, None]
         else:
-            state *= tl.exp(tl.load(decay + row * decay_row + head * decay_head).to(tl.float32))
+            state *= exponential(tl.load(decay + row * decay_row + head * decay_head).to(tl.float32))
         rate = tl.load(beta + row * beta_row + head * beta_head).to(tl.float32)
         missing = (v - tl.sum(state * k[:, None], 0)) * rate
         state += k[:, None] * missing[None, :]

@@ -14,7 +14,7 @@ from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent import chunks
 from core_cuda.ops.recurrent.chunks import CHUNK, PRECISION, decays_between, decays_to_end
-from core_cuda.ops.recurrent.states import num_sequences, places, results, rows_of, slot_of, softplus
+from core_cuda.ops.recurrent.states import exponential, num_sequences, places, results, rows_of, slot_of, softplus
 
 MAX_STATE = 128
 """Numbers of state of a feature at most: a program holds them for a chunk."""
@@ -61,13 +61,13 @@ def _chunks_kernel(
         logs, added = step * rate, token * step[:, None]
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * decays_between(logs, CHUNK)
         result = tl.dot(scores, added, input_precision=PRECISION)
-        faded = tl.exp(tl.cumsum(logs, 0))[:, None]
+        faded = exponential(tl.cumsum(logs, 0))[:, None]
         result += faded * tl.dot(queries, tl.trans(state), input_precision=PRECISION)
         if D is not None:
             result += token * tl.load(D + head * D_head).to(tl.float32)
         tl.store(out + (rows[:, None] * HEADS + head) * FEATURES + features, result, mask=shown_rows)
         left = added * decays_to_end(logs)[:, None]
-        state = state * tl.exp(tl.sum(logs, 0)) + tl.dot(tl.trans(left), keys, input_precision=PRECISION)
+        state = state * exponential(tl.sum(logs, 0)) + tl.dot(tl.trans(left), keys, input_precision=PRECISION)
     tl.store(states + slot_of(kept, sequence) * state_slot + offsets, state, mask=mask)
 
 

@@ -14,7 +14,17 @@ from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent import space_chunks
 from core_cuda.ops.recurrent import states as common
-from core_cuda.ops.recurrent.states import block_of, in_rows, num_sequences, places, results, rows_of, slot_of, softplus
+from core_cuda.ops.recurrent.states import (
+    block_of,
+    exponential,
+    in_rows,
+    num_sequences,
+    places,
+    results,
+    rows_of,
+    slot_of,
+    softplus,
+)
 from core_cuda.ops.registration import kernel_of
 
 MAX_STATE = 512
@@ -58,7 +68,7 @@ def _state_space_kernel(
             step += tl.load(dt_bias + head * bias_head).to(tl.float32)
         if SOFTPLUS:
             step = softplus(step)
-        state *= tl.exp(step * tl.load(A + head * A_head).to(tl.float32))
+        state *= exponential(step * tl.load(A + head * A_head).to(tl.float32))
         state += (step * token)[:, None] * keys[None, :]
         result = tl.sum(state * queries[None, :], 1)
         if D is not None:
