@@ -108,11 +108,28 @@ def _prefetch(begin, end, codes, offset, N, K, stride_w, sizes, SPEC: gl.constex
 
 @gluon.jit
 def _multiply(tile, values, acc, SPEC: gl.constexpr):
-    if SPEC.bits == 8:
-        acc = warpgroup_mma(tile, values.permute((1, 0)), acc, max_num_imprecise_acc=_NARROW, is_async=True)
-    else:
+    """Return acc plus the product of a tile and of x, of numbers still under way.
+
+    The units sum products of fp8 in fewer bits than fp32 has, so each 128 of K are summed apart, and added while the
+    next ones are under way.
+    """
+    if SPEC.bits > 8:
         acc = warpgroup_mma(tile, values.permute((1, 0)), acc, is_async=True)
+    else:
+        sums = _codes_product(tile, values, 0, acc)
+        for chunk in gl.static_range(1, SPEC.block_k // _NARROW):
+            following = _codes_product(tile, values, chunk, acc)
+            acc += warpgroup_mma_wait(1, deps=[sums])
+            sums = following
+        acc += warpgroup_mma_wait(0, deps=[sums])
     return acc
+
+
+@gluon.jit
+def _codes_product(tile, values, chunk: gl.constexpr, like):
+    left = tile.slice(chunk * _NARROW, _NARROW, dim=1)
+    right = values.slice(chunk * _NARROW, _NARROW, dim=1)
+    return warpgroup_mma(left, right.permute((1, 0)), gl.zeros_like(like), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -204,9 +221,11 @@ def hopper_linear_kernel(
             acc = _multiply(tiles.index(stage * PARTS), values.index(stage), acc, SPEC)
             if SPEC.gated:
                 up = _multiply(tiles.index(stage * PARTS + 1), values.index(stage), up, SPEC)
-                acc, up = warpgroup_mma_wait(0, deps=[acc, up])
-            else:
-                acc = warpgroup_mma_wait(0, deps=[acc])
+            if SPEC.bits > 8:
+                if SPEC.gated:
+                    acc, up = warpgroup_mma_wait(0, deps=[acc, up])
+                else:
+                    acc = warpgroup_mma_wait(0, deps=[acc])
             all_here()  # all warps must have read the stage before it is filled anew
             if step + STAGES < end:
                 _fetch_weight(place + STAGES, step + STAGES, weight, tiles, full, sizes, SPEC)
