@@ -20,6 +20,7 @@ from core.common.passes import Pass
 from core.device import Capabilities, DeviceParts, MemoryInfo
 from core.errors import DeviceUnavailableError
 from core.hookspecs import DeviceContext, OpenContext, hookimpl
+from core_cuda import exchange
 from core_cuda.compiler import TRITON, begin_key
 from core_cuda.copying import copy_in
 from core_cuda.peers import PEERS
@@ -84,11 +85,12 @@ def core_register_ops(context: DeviceContext) -> Sequence[OpImplementation]:
     properties = torch.cuda.get_device_properties(context.parts.torch_device)
     if kernels_missing((properties.major, properties.minor)):
         return ()
-    from core_cuda import collective, collective_norm
+    from core_cuda import collective, collective_linear, collective_norm
     from core_cuda.flashinfer.implementations import implementations
     from core_cuda.implementations import IMPLEMENTATIONS
 
-    return (*IMPLEMENTATIONS, *collective.IMPLEMENTATIONS, *collective_norm.IMPLEMENTATIONS, *implementations())
+    collectives = (collective, collective_norm, collective_linear)
+    return (*IMPLEMENTATIONS, *(each for module in collectives for each in module.IMPLEMENTATIONS), *implementations())
 
 
 @hookimpl
@@ -172,7 +174,7 @@ def _record() -> Callable[[], None]:
 def _memory(device: torch.device) -> MemoryInfo:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return MemoryInfo(
-        used_bytes=torch.cuda.memory_allocated(device),
+        used_bytes=torch.cuda.memory_allocated(device) + exchange.held_bytes(),
         total_bytes=total_bytes,
         peak_bytes=torch.cuda.max_memory_allocated(device),
         held_bytes=total_bytes - free_bytes,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from core.common.graphs.streams import StreamGraphBackend
+from core_cuda import exchange
 from core_cuda.streams import keep_workspaces
 
 _BROKEN: list[torch.cuda.CUDAGraph] = []
@@ -82,9 +83,10 @@ class CUDAGraphs:
         torch.cuda.synchronize(self.torch_device)
 
     def release(self) -> None:
-        """Give back the stream, for the next program, and unused cached memory to the GPU."""
+        """Give back the stream, for the next program, what GPUs shared for it, and unused cached memory."""
         stream, self._stream = self._stream, None
         if stream is not None:
+            exchange.release(stream.cuda_stream)
             _STREAMS[stream.device].append(stream)
         torch.cuda.empty_cache()
 

@@ -1,6 +1,6 @@
 """Memory that the GPUs of a host share, and how the processes of a group join it (torch's symmetric memory).
 
-A GPU writes into the memory of others over NVLink. NVLink's multicast is never used.
+A GPU reads and writes the memory of others over NVLink. NVLink's multicast is never used.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ HALVES = 2
 EMPTY = 0xFF
 """Every byte of an element that was not sent yet: a NaN in each dtype."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_apart: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""Process group -> why its GPUs don't reach each other's memory, "" where they do."""
 _joined: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""Process group -> why its GPUs share no memory, "" where they do."""
+"""Process group -> why its GPUs share no memory for sums, "" where they do."""
 _shared: weakref.WeakKeyDictionary[Any, Shared] = weakref.WeakKeyDictionary()
 """Process group -> the memory that they share; of all programs, as calls of a group come one after the other."""
 
@@ -82,8 +84,26 @@ def join(group: str) -> str:
     return _joined[found]
 
 
+def apart(group: str) -> str:
+    """Return why the GPUs of a group don't reach each other's memory, "" where they do.
+
+    Asked first, it waits for all processes of the group, which must ask too; later it gives the same answer at once.
+    """
+    found = shared_group(group)
+    if found is None:
+        return "nobody shares the group"
+    if found not in _apart:
+        reason = _elsewhere(_told(found, _place())) or _first(_told(found, _why_apart()))
+        if reason:
+            log.info("collectives of group %r go by NCCL: %s", found.group_name, reason)
+        _apart[found] = reason
+    return _apart[found]
+
+
 def _join(found: Any) -> str:
-    reason = _elsewhere(_told(found, _place())) or _first(_told(found, _why_apart(found)))
+    if found.size() not in AREA_BYTES:
+        return f"the kernel is for {', '.join(map(str, AREA_BYTES))} GPUs, and the group has {found.size()}"
+    reason = apart(found.group_name)
     if not reason:
         own, shared = "", None
         try:
@@ -93,8 +113,8 @@ def _join(found: Any) -> str:
         reason = _first(_told(found, own))
         if not reason and shared is not None:
             _shared[found] = shared
-    if reason:
-        log.info("collectives of group %r go by NCCL: %s", found.group_name, reason)
+        elif reason:
+            log.info("sums of group %r go by NCCL: %s", found.group_name, reason)
     return reason
 
 
@@ -120,10 +140,8 @@ def _told(found: Any, own: str) -> list[str]:
     return tell(found, "core_cuda", "joining the memory of GPUs in group", own)
 
 
-def _why_apart(found: Any) -> str:
+def _why_apart() -> str:
     """Return why this process's GPU can't write to the memory of all others, as far as it can tell."""
-    if found.size() not in AREA_BYTES:
-        return f"the kernel is for {', '.join(map(str, AREA_BYTES))} GPUs, and the group has {found.size()}"
     own, count = torch.cuda.current_device(), torch.cuda.device_count()
     apart = [other for other in range(count) if other != own and not torch.cuda.can_device_access_peer(own, other)]
     return f"GPU {own} can't reach the memory of GPU {apart[0]}" if apart else ""
@@ -131,17 +149,12 @@ def _why_apart(found: Any) -> str:
 
 def _share(found: Any) -> Shared:
     """Return memory that all GPUs of the group map, empty; all of its processes call this, and then tell."""
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    import torch.distributed._symmetric_memory as symmetric
-
     size, num_programs = found.size(), launching.num_multiprocessors()
-    device = torch.device("cuda", torch.cuda.current_device())
-    num_bytes = HALVES * size * num_programs * AREA_BYTES[size]
-    mine: Tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    mine = allocate(HALVES * size * num_programs * AREA_BYTES[size])
     mine.fill_(EMPTY)
-    turns = torch.zeros(num_programs, dtype=torch.int32, device=device)
-    handle = symmetric.rendezvous(mine, found.group_name)
-    torch.cuda.synchronize(device)  # before the others are told, and send
+    turns = torch.zeros(num_programs, dtype=torch.int32, device=mine.device)
+    handle = mapped(mine, found)
+    torch.cuda.synchronize(mine.device)  # before the others are told, and send
     return Shared(
         rank=found.rank(),
         size=size,
@@ -152,3 +165,21 @@ def _share(found: Any) -> Shared:
         handle=handle,
         turns=turns,
     )
+
+
+def allocate(num_bytes: int) -> Tensor:
+    """Return memory of this GPU, uint8, that others can map; the caller holds it. Not from within a capture."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    # torch's `empty` may put several allocations into one segment, with one set of signals for all.
+    found: Tensor = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+    return found
+
+
+def mapped(mine: Tensor, found: Any) -> Any:
+    """Return torch's handle of what the processes of a group have allocated, as much each; all of them must call."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.rendezvous(mine, found.group_name)

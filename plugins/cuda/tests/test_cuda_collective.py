@@ -28,7 +28,7 @@ def test_calls_that_the_kernel_does_not_take() -> None:
 
 
 class Group:
-    """A group as `_why_apart` asks it."""
+    """A group as `_join` asks it."""
 
     group_name = "some"
 
@@ -40,16 +40,16 @@ class Group:
 
 
 def test_groups_of_a_size_that_the_kernel_is_not_for() -> None:
-    assert symmetric._why_apart(Group(3)) == "the kernel is for 2, 4, 8 GPUs, and the group has 3"
+    assert symmetric._join(Group(3)) == "the kernel is for 2, 4, 8 GPUs, and the group has 3"
 
 
 def test_gpus_that_cannot_reach_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
-    assert symmetric._why_apart(Group(2)) == "GPU 1 can't reach the memory of GPU 0"
+    assert symmetric._why_apart() == "GPU 1 can't reach the memory of GPU 0"
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
-    assert symmetric._why_apart(Group(2)) == ""
+    assert symmetric._why_apart() == ""
 
 
 JOINING = """
@@ -63,7 +63,7 @@ hosts = sys.argv[6].split(',')
 wait = timedelta(seconds=timeout)
 distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2, timeout=wait)
 symmetric._place = lambda: hosts[rank % len(hosts)]
-symmetric._why_apart = lambda found: reason if rank and reason != "at the rendezvous" else ""
+symmetric._why_apart = lambda: reason if rank and reason != "at the rendezvous" else ""
 def share(found):
     if rank and reason == "at the rendezvous":
         raise RuntimeError("not permitted")
