@@ -33,8 +33,20 @@ __all__ = ["Rewriter", "Rewritten", "Watcher", "bound_constants", "device_passes
 
 
 def device_passes(device: Device) -> tuple[Pass, ...]:
-    """Return the passes that a graph for this device goes through unless told otherwise, not yet ordered."""
-    return (*COMMON_PASSES, *device.passes)
+    """Return the passes that a graph for this device goes through unless told otherwise, not yet ordered.
+
+    A pass of core that the device declares anew, its code and name the same, stands in for core's.
+    """
+    common = {each.name: each for each in COMMON_PASSES}
+    anew = {each.name: each for each in device.passes if each.name in common and _is_anew(each, common[each.name])}
+    own = (each for each in device.passes if anew.get(each.name) is not each)
+    return (*(common | anew).values(), *own)
+
+
+def _is_anew(declared: Pass, common: Pass) -> bool:
+    """Tell whether a declaration differs from core's in what decides where its rewrite pays, not in the rewrite."""
+    code = ("find", "run", "patterns", "mechanism", "stage")
+    return all(getattr(declared, name) == getattr(common, name) for name in code)
 
 
 def bound_constants(traced: TracedGraph) -> Constants:

@@ -19,10 +19,11 @@ from core.common.graphs.backend import BoundCallable, CallBackend, GraphKey
 from core.common.ops.implementation import OpImplementation
 from core.common.ops.norm.norms import RMS_NORM
 from core.common.passes.context import PassContext
-from core.common.passes.declaration import Pass
+from core.common.passes.declaration import Pass, PassTraits
 from core.common.passes.results import NearMiss, PassResult
 from core.common.passes.standard import COMMON_PASSES
 from core.compilation.rewrite.pass_report import PassReport
+from core.compilation.rewriting import device_passes
 from core.errors import PassError, UsageError
 from tests.support import compile_with, cpu, refused, rewrite
 
@@ -258,3 +259,29 @@ def test_what_a_device_finds_unprofitable_runs_where_it_is_asked_for() -> None:
 
 def merges(program: Program) -> int:
     return next(p.matched for p in program.report().traces[0].passes if p.name == "merge_linears")
+
+
+# --- passes of core that a device declares anew
+
+
+def anew(**changed: Any) -> Pass:
+    (common,) = (each for each in COMMON_PASSES if each.name == "sequence_parallel")
+    return replace(common, owner="wave", **changed)
+
+
+def test_a_pass_that_a_device_declares_anew_stands_in_for_cores() -> None:
+    own = anew(params={"least_bytes_of_2": 5}, traits=PassTraits(reads_content=False))
+    found = device_passes(cpu(passes=(own, FUSE)))
+    assert [each.name for each in found] == [*(each.name for each in COMMON_PASSES), FUSE.name]
+    assert next(each for each in found if each.name == own.name) is own
+
+
+@pytest.mark.parametrize("changed", [{"run": lambda context: PassResult()}, {"stage": "aten"}])
+def test_another_pass_of_the_same_name_is_refused(changed: dict[str, Any]) -> None:
+    with refused(PassError, "'sequence_parallel' of wave", "core registers a pass of the same name"):
+        compiled({"passes": (anew(**changed),)})
+
+
+def test_a_device_that_declares_a_pass_anew_twice_is_refused() -> None:
+    with refused(PassError, "'sequence_parallel' of wave", "wave registers a pass of the same name"):
+        compiled({"passes": (anew(params={"least_bytes_of_2": 5}), anew(params={"least_bytes_of_2": 6}))})

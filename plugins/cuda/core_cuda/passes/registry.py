@@ -1,10 +1,14 @@
-"""The passes that the plugin registers. Imports Triton, so it is imported only if `kernels_missing` returns ""."""
+"""The passes that the plugin registers, those of core with limits of its own among them.
+
+Imports Triton, so it is imported only if `kernels_missing` returns "".
+"""
 
 from __future__ import annotations
 
 from core_cuda.passes.expert_pairs import SORT_EXPERT_PAIRS, SUM_EXPERT_ROWS
 from core_cuda.passes.norm_pairs import JOIN_RMS_NORMS
 from core_cuda.passes.normed_sums import FUSE_NORMED_SUM
+from core_cuda.passes.parallel import PASSES as PARALLEL
 from core_cuda.passes.quantized_rows import SHARE_QUANTIZED_ROWS
 from core_cuda.passes.routers import WIDEN_ROUTERS
 from core_cuda.passes.shared_experts import OVERLAP_SHARED_EXPERTS
@@ -19,4 +23,5 @@ PASSES = (
     WIDEN_ROUTERS,
     FUSE_SHARED_GATE,
     OVERLAP_SHARED_EXPERTS,
+    *PARALLEL,
 )

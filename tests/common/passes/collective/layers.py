@@ -60,6 +60,25 @@ class Sharded(nn.Module):
         return x.sin()
 
 
+class Gated(Sharded):
+    """The same, with a gated linear layer in place of the column-parallel product, as a device's own op."""
+
+    def __init__(self, num_layers: int = 2) -> None:
+        super().__init__(num_layers)
+        self.ups = nn.ModuleList([nn.Linear(SIZE, 2 * INNER) for _ in range(num_layers)])
+        for index, parameter in enumerate(self.ups.parameters()):
+            parameter.data = drawn(*parameter.shape, seed=40 + index) * 0.2
+
+    def layer(self, index: int, x: Tensor) -> Tensor:
+        down: Tensor = self.downs[index](self.gated(index, x))
+        return down
+
+    def gated(self, index: int, x: Tensor) -> Tensor:
+        up = self.ups[index]
+        gated: Tensor = torch.ops.core.gated_linear(x, up.weight, up.bias, kind="gelu", gate_first=False)
+        return gated
+
+
 def codes_fp8(x: Tensor) -> tuple[Tensor, ...]:
     codes, scale = torch.ops.core.quantize(x, None, dtype=torch.float8_e4m3fn)
     return codes.float() * 2, scale

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.common.ops.declaration import declared_ops
 from core.common.passes.collective.sequence_parallel import SEQUENCE_PARALLEL
 from core.common.passes.standard import COMMON_PASSES
 from tests.common.passes.collective import layers
-from tests.common.passes.collective.layers import SIZE, Sharded, names, reasons, rewritten, traced
+from tests.common.passes.collective.layers import SIZE, Gated, Sharded, names, reasons, rewritten, traced
 from tests.common.passes.collective.test_norm import Ending, Itself, PostNorm, SecondReader, WriteBetween
 from tests.common.processes import drawn, pretended
 
@@ -151,6 +152,54 @@ def test_products_go_with_the_collectives_next_to_them(options: Any) -> None:
     assert report.matched == 5 and reasons(report) == "no linear layer reads all_gather_default_4"
     assert names(graph).count("linear_reduce_scatter") == 3 and names(graph).count("all_gather_linear") == 2
     assert names(graph).count("all_gather") == 1
+
+
+ALL_OPS = frozenset(declared_ops())
+
+
+def test_a_gated_product_goes_with_the_gathering_and_leaves_its_gate() -> None:
+    graph = traced(Gated(3), X)
+    report = rewritten(graph, enable=(NAME,), implemented=ALL_OPS)["async_tensor_parallel"]
+    assert report.matched == 5 and reasons(report) == "no linear layer reads all_gather_default_4"
+    layer = ["all_gather_linear", "gated_activation_fused", "linear_reduce_scatter", "add_rms_norm"]
+    assert [name for name in names(graph) if name in (*layer, "gated_linear")][-8:] == layer * 2
+    gates = [n for n in graph.module.graph.nodes if "gated_activation_fused" in str(n.target)]
+    assert len(gates) == 2 and all(n.kwargs["kind"] == "gelu" and not n.kwargs["gate_first"] for n in gates)
+
+
+def test_a_gated_product_stays_where_no_implementation_would_take_the_pair() -> None:
+    for implemented in (None, ALL_OPS - {"core::all_gather_linear"}):
+        graph = traced(Gated(3), X)
+        report = rewritten(graph, enable=(NAME,), implemented=implemented)["async_tensor_parallel"]
+        assert report.matched == 3 and "no linear layer reads all_gather_default" in reasons(report)
+        assert names(graph).count("gated_linear") == 3 and "gated_activation_fused" not in names(graph)
+
+
+class GatedAndRead(Gated):
+    """A gated product of a gathered tensor that something else reads too."""
+
+    def forward(self, x: Tensor) -> Any:
+        whole = torch.ops.core.all_gather(x, "", 1)
+        return self.gated(0, whole), whole.cos()
+
+
+def test_others_read_what_was_gathered_beside_a_gated_product() -> None:
+    graph = traced(GatedAndRead(1), X)
+    report = rewritten(graph, implemented=ALL_OPS)["async_tensor_parallel"]
+    assert report.matched == 1 and names(graph) == ["all_gather_linear", "gated_activation_fused"]
+    (cos,) = [n for n in graph.module.graph.nodes if "cos" in n.name]
+    assert cos.args[0].args[1] == 1 and "all_gather_linear" in str(cos.args[0].args[0].target)
+
+
+class GatedByItself(Gated):
+    def forward(self, x: Tensor) -> Any:
+        whole = torch.ops.core.all_gather(x[0], "", 0)
+        return torch.ops.core.gated_linear(whole, whole, None, kind="silu")
+
+
+def test_a_gated_product_of_a_tensor_with_itself_is_none() -> None:
+    report = rewritten(traced(GatedByItself(1), drawn(1, SIZE // 2, SIZE)), implemented=ALL_OPS)
+    assert report["async_tensor_parallel"].matched == 0
 
 
 class TwoReaders(Sharded):
