@@ -24,7 +24,8 @@ from core.common.ops.implementation import OpCall
 from core_cuda import collective_linear
 from core_cuda.collective_linear import IMPLEMENTATIONS, all_gather_linear, linear_reduce_scatter
 from core_cuda.exchange import Exchange
-from tests.common.processes import drawn
+from core_cuda.ops.registration import CODE_OF
+from tests.common.processes import drawn, pretended
 
 WORKER = Path(__file__).with_name("collective_linear_worker.py")
 NUM_BYTES = 1 << 16
@@ -163,14 +164,28 @@ def test_views_are_taken_as_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(result, LINEAR(torch.cat(parts), weight))
 
 
-def test_no_tokens_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(group: str, num_bytes: int) -> Exchange:
         raise AssertionError("memory was asked for")
 
     monkeypatch.setattr(collective_linear, "exchange", refuse)
+
+
+@pytest.mark.usefixtures("no_memory")
+def test_no_tokens_need_no_memory() -> None:
     x, weight = torch.ones(0, 24), torch.ones(20, 24)
     assert linear_reduce_scatter(x, weight, None, "").shape == (0, 20)
     assert [tuple(each.shape) for each in all_gather_linear(x, weight, None, "")] == [(0, 20), (0, 24)]
+
+
+@pytest.mark.usefixtures("no_memory")
+def test_kernels_asked_for_ahead_need_no_memory() -> None:
+    x, weight = (torch.empty(size, 24, device="meta") for size in (6, 20))
+    call = {"weight": weight, "bias": None, "group": ""}
+    with pretended():
+        assert CODE_OF[linear_reduce_scatter](x, **call).shape == (3, 20)
+        assert [tuple(each.shape) for each in CODE_OF[all_gather_linear](x, **call)] == [(12, 20), (12, 24)]
 
 
 @pytest.mark.gpu

@@ -116,6 +116,22 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self._log.append(f"{self.cuda_stream} waits for {other.cuda_stream}")
 
+    def record_event(self) -> str:
+        return f"what {self.cuda_stream} has done after {self._log[-1]!r}"
+
+    def wait_event(self, event: str) -> None:
+        self._log.append(f"{self.cuda_stream} waits for {event}")
+
+
+class Target:
+    """What notes on which stream it is written."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name, self._log = name, log
+
+    def copy_(self, source: Any) -> None:
+        self._log.append(f"copy to {self._name} on {torch.cuda.current_stream().cuda_stream}")
+
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -177,6 +193,34 @@ def test_branches_fork_and_join_and_the_first_kernel_after_each_overlaps_with_no
         "d on 1, in full order",
         "d on 1, early",
     ]
+
+
+def test_copies_run_beside_products_that_wait_for_one_each(log: list[str]) -> None:
+    a, b = (Kernel(name, log) for name in "ab")
+    with beside.Copies(torch.device("cuda")) as copies:
+        first, _ = (copies.copy(Target(name, log), None) for name in ("x", "y"))  # type: ignore[arg-type]
+        a.launch()
+        first()
+        b.launch()
+    a.launch()
+    assert log == [
+        "2 waits for 1",
+        "copy to x on 2",
+        "2 waits for 1",
+        "copy to y on 2",
+        "a on 1, early",
+        "1 waits for what 2 has done after 'copy to x on 2'",
+        "b on 1, in full order",
+        "1 waits for 2",
+        "a on 1, in full order",
+    ]
+
+
+def test_copies_beside_work_that_fails_are_waited_for(log: list[str]) -> None:
+    with pytest.raises(ValueError, match="planted"), beside.Copies(torch.device("cuda")) as copies:
+        copies.copy(Target("x", log), None)  # type: ignore[arg-type]
+        raise ValueError("planted")
+    assert log[-1] == "1 waits for 2"
 
 
 def test_branches_that_fail_are_joined_all_the_same(log: list[str]) -> None:
