@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -55,6 +55,9 @@ class PassTraits:
     requires: frozenset[str] = frozenset()
     #: Analyses that stay valid although the pass changed the graph.
     preserves: frozenset[str] = frozenset()
+    #: Returns, for each bucket in the order of `PassContext.sizes`, what the pass would do there; asked of the graph as
+    #: it was traced. Buckets of which it says different things get graphs of their own.
+    tells_apart: Callable[[PassContext], Sequence[Hashable]] | None = None
     #: Stage `functional` only: which of torch's wrappers holds custom ops that write.
     form: Form = "v2"
     #: Stage `functional` only: the pass runs last whenever another pass of the stage runs, even if the caller does not

@@ -18,6 +18,7 @@ from core.compilation.capture.plan import TracedCropper
 from core.compilation.implementations import choose_implementations, unmet
 from core.compilation.phases.bucket_lowering import BucketLowering
 from core.compilation.phases.counted import MAX_WAYS, CountedRun, first_uncovered, flat_outputs, same_structure
+from core.compilation.phases.dividing import divided
 from core.compilation.phases.phase import Runnable
 from core.compilation.report import TraceReport
 from core.compilation.rewrite.batch_invariant import choose_invariant
@@ -152,7 +153,8 @@ class TracedPhase:
 
     def _trace(self, counted: Counted | None, break_names: tuple[str, ...]) -> list[CachedGraph]:
         served = self._stages.tracer.trace_phase(self.name, counted=counted)
-        return [self._rewrite(each, break_names) for each in served]
+        apart = divided(served, self._stages.rewriter, self._stages.buffers)
+        return [self._rewrite(each, break_names) for each in apart]
 
     def _may_count(self) -> bool:
         """Tell whether runs may read Python integers: a device's captured graph would freeze them."""
@@ -203,10 +205,8 @@ class TracedPhase:
 
     def _rewrite(self, given: ServedTrace, break_names: tuple[str, ...]) -> CachedGraph:
         """Run the passes over a trace, then give its ops implementations and mark its break points."""
-        traced, served = given.graph, given.keys
-        num_nodes = len(traced.module.graph.nodes)
-        told = self.name, num_nodes, traced.elapsed_s, len(served)
-        log.info("traced %s: %d nodes in %.2f s, serves %d buckets", *told)
+        traced, served, num_nodes = given.graph, given.keys, len(given.graph.module.graph.nodes)
+        log.info("traced %s: %d nodes in %.2f s, %d buckets", self.name, num_nodes, traced.elapsed_s, len(served))
         sizes = [traced.sizes(self._stages.buffers.views(key)) for key in served]
         examples, options = self._served_examples(traced, served), self._request.options
         rewritten = self._stages.rewriter.rewrite(traced, tokens=self._tokens(served), sizes=sizes, examples=examples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,6 +133,18 @@ class PassManager:
     def running(self) -> tuple[Pass, ...]:
         """The passes that may run: all, except those on request or unprofitable that were not asked for by name."""
         return tuple(declared for declared in self.passes if declared.name not in self._unprofitable)
+
+    def told_apart(self, graph: fx.GraphModule, sizes: Sequence[Mapping[Any, int]]) -> Iterator[tuple[Hashable, ...]]:
+        """Yield, for each bucket of a graph as it was traced, what passes say of it by `PassTraits.tells_apart`."""
+        run, said = Run(graph, "torch", None, tuple(sizes), None, None, None, Analyses(graph), []), []
+        for declared in self.running:
+            tell, context = declared.traits.tells_apart, self._context(declared, run)
+            if tell is not None and context.refusal() is None:
+                try:
+                    said.append([one for one, _ in zip(tell(context), sizes, strict=True)])
+                except Exception as error:
+                    raise failed(declared, error) from error
+        return zip(*said, strict=True)
 
     def uuids(self, stage: Stage | None = None) -> tuple[str, ...]:
         """Return the identity of each pass, in order."""

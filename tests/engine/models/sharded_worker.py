@@ -82,24 +82,26 @@ def rewritten(graph: Any, inputs: dict[str, Tensor], eager: Tensor, exact: Tenso
 
 
 def compiled() -> dict[str, Any]:
-    """Compile prefill for several numbers of tokens: one trace, whose buckets decide, for a device that has the ops."""
+    """Compile prefill for several numbers of tokens, one of them odd: one trace, for a device that has the ops."""
     model = shard_model(llama(torch.float32).model)
     own = [op for op in OPS if op.is_collective]
     program = core.compile(
         lambda input_ids: model(input_ids=input_ids, use_cache=False).logits,
         cpu(ops=tuple(OpImplementation(op=op.qualified_name, name="own", fn=op.reference) for op in own)),
         inputs={"input_ids": core.InputSpec((1, "tokens"), torch.int64)},
-        buckets=[4, 8],
+        buckets=[4, 7, 8],
         lowering="inline",
         strict=True,
         options=core.CompileOptions(enable_passes=("sequence_parallel",)),
     )
-    prompts = [torch.tensor([PROMPT[:size]]) for size in (3, 8)]
+    prompts = [torch.tensor([PROMPT[:size]]) for size in (3, 6, 8)]
     with torch.no_grad():
         pairs = [(program(input_ids=ids), model(input_ids=ids, use_cache=False).logits) for ids in prompts]
-    (report,) = program.report().traces
+    report, other = program.report().traces
+    found = [{name: n for name, n in counts(each.passes).items() if name in FUSIONS} for each in (report, other)]
     return {
-        "counts": {name: count for name, count in counts(report.passes).items() if name in FUSIONS},
+        "counts": dict(zip(("even", "odd"), found, strict=True)),
+        "served": [sorted(key.dims[0] for key in each.buckets) for each in (report, other)],
         "own": sorted({choice.op for choice in report.ops if choice.implementation == "own"}),
         "equal": [torch.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in pairs],
     }

@@ -69,14 +69,14 @@ def test_passes_on_and_off_give_equal_logits(llamas: list[Any], name: str, dtype
 
 
 @SLOW
-def test_one_trace_of_several_buckets_is_split_and_runs_a_devices_own_ops(llamas: list[Any]) -> None:
+def test_buckets_of_one_trace_that_can_be_split_are_and_run_a_devices_own_ops(llamas: list[Any]) -> None:
     # The embedding's sum stays a sum: the first norm and what is added to it both read it.
     names = ("all_gather", "all_gather_linear", "all_reduce", "linear_reduce_scatter", "local_shard")
     ops = [f"core::{name}" for name in names]
     for each in llamas:
         found = each["compiled"]
-        assert found["counts"] == FIRED["asynchronous"] and found["own"] == ops
-        assert found["equal"] == [True, True]
+        assert found["counts"] == {"even": FIRED["asynchronous"], "odd": FIRED["fused"]} and found["own"] == ops
+        assert found["served"] == [[4, 8], [7]] and found["equal"] == [True, True, True]
 
 
 @SLOW

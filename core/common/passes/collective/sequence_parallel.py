@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -246,6 +247,18 @@ def _keep_split(context: PassContext) -> None:
         context.graph.erase_node(node)
 
 
+def _large(context: PassContext) -> list[frozenset[str]]:
+    """Return, for each bucket, the sums that are large enough there and whose tokens the processes divide."""
+    sums = [(node, str(given["group"])) for node in context.graph.nodes if (given := call_of(node, ALL_REDUCE))]
+
+    def taken(sizes: Mapping[Any, int]) -> frozenset[str]:
+        alone = replace(context, sizes=(sizes,))
+        large = (each for each in sums if not refused_bytes(alone, each[1], each[0]))
+        return frozenset(node.name for node, group in large if isinstance(divided_dim(alone, group, node), int))
+
+    return [taken(sizes) for sizes in context.sizes]
+
+
 SEQUENCE_PARALLEL = Pass(
     name="sequence_parallel",
     does="Split every such all-reduce, then keep split what is gathered only to be split again.",
@@ -260,6 +273,7 @@ SEQUENCE_PARALLEL = Pass(
     ),
     traits=PassTraits(
         reads_content=False,
+        tells_apart=_large,
         on_request="two collectives take longer than one unless they are hidden behind products or tensors are large",
     ),
 )

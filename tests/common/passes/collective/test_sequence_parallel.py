@@ -13,6 +13,7 @@ from torch import Tensor
 from core.common.ops.declaration import declared_ops
 from core.common.passes.collective.sequence_parallel import SEQUENCE_PARALLEL
 from core.common.passes.standard import COMMON_PASSES
+from core.compilation.rewrite.manager import PassManager
 from tests.common.passes.collective import layers
 from tests.common.passes.collective.layers import SIZE, Gated, Sharded, names, reasons, rewritten, traced
 from tests.common.passes.collective.test_norm import Ending, Itself, PostNorm, SecondReader, WriteBetween
@@ -126,6 +127,16 @@ def test_open_numbers_of_tokens_are_those_of_the_buckets(sizes: tuple[int, ...],
     report = split(graph, sizes=sizes)[NAME]
     assert report.matched == matched and reason in reasons(report)
     assert graph.shape_env.var_to_range == ranges and not graph.shape_env.guards
+
+
+def test_buckets_are_told_apart_by_their_bytes_and_by_whether_they_are_divided() -> None:
+    limits = {"least_bytes_of_2": 8 * SIZE * 4}
+    passes = [replace(each, params=limits) if each.name == NAME else each for each in COMMON_PASSES]
+    graph = traced(Sharded(2, reduce=layers.canonical), X, dynamic={"x": [1]})
+    sizes = [dict.fromkeys(graph.symbols, tokens) for tokens in (4, 8, 9, 16)]
+    said = list(PassManager(passes, enable=(NAME,)).told_apart(graph.module, sizes))
+    assert [len(sums) for (sums,) in said] == [0, 2, 0, 2] and said[1] == said[3]
+    assert not list(PassManager(passes).told_apart(graph.module, sizes))
 
 
 def test_the_least_number_of_bytes_is_a_parameter() -> None:
