@@ -126,28 +126,35 @@ class Table:
         return sum(self.rows[name]["median_ms"] for name in names)
 
 
-def measure(table: Table, tokens: int, asked: Any, size: int) -> None:
-    """Time all ways at a number of tokens."""
-    group = distributed.group.WORLD.group_name
+def collectives(table: Table, tokens: int, asked: Any, size: int) -> None:
+    """Time NCCL alone at a number of tokens."""
     whole, part = randn(tokens, asked.hidden), randn(tokens // size, asked.hidden)
     table.add(f"{tokens}: all-reduce", lambda: ALL_REDUCE.reference(whole, ""))
     table.add(f"{tokens}: reduce-scatter", lambda: REDUCE_SCATTER.reference(whole, ""))
     table.add(f"{tokens}: all-gather", lambda: ALL_GATHER.reference(part, ""))
+
+
+def products(table: Table, tokens: int, names: tuple[str, ...], asked: Any, size: int) -> None:
+    """Time the products of a layer in these ways."""
+    group = distributed.group.WORLD.group_name
     for layer in layers(asked.hidden, asked.intermediate, size):
         weight, x = randn(layer.outer, layer.inner) * layer.inner**-0.5, randn(tokens, layer.inner)
         own = x[: tokens // size].contiguous() if layer.gathers else x
-        table.add(f"{tokens}: {layer.name}, {ALONE}", lambda x=x, weight=weight: functional.linear(x, weight))
-        for name, way in ways(layer.gathers, group).items():
+        for name in names:
+            if name == ALONE:
+                table.add(f"{tokens}: {layer.name}, {ALONE}", lambda x=x, weight=weight: functional.linear(x, weight))
+                continue
+            way = ways(layer.gathers, group)[name]
             table.add(f"{tokens}: {layer.name}, {name}", lambda own=own, weight=weight, way=way: way(own, weight))
 
 
-def tell_gain(table: Table, tokens: int, asked: Any, size: int) -> None:
+def tell_gain(table: Table, tokens: int, split: tuple[str, ...], asked: Any, size: int) -> None:
     """Tell what the products and collectives of one layer take: sums whole, and split in each way."""
     names = [f"{tokens}: {layer.name}, " for layer in layers(asked.hidden, asked.intermediate, size)]
     today = table.medians(*(name + ALONE for name in names)) + 2 * table.medians(f"{tokens}: all-reduce")
     table.rows[f"{tokens}: layer, all-reduce"] = {"median_ms": today}
     table.tell(f"{tokens} tokens, a layer: {today:.3f} ms with all-reduces of NCCL")
-    for way in (NCCL, OURS, TORCH):
+    for way in split:
         found = table.medians(*(name + way for name in names))
         table.rows[f"{tokens}: layer, {way}"] = {"median_ms": found}
         table.tell(f"{'':8}{found:.3f} ms split, by {way}: {found / today - 1:+.1%}")
@@ -172,13 +179,18 @@ def main() -> None:
     device = torch.cuda.get_device_name()
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     table.tell(f"{place.size} x {device}, torch {torch.__version__}, NCCL {nccl}")
-    for tokens in map(int, asked.tokens.split(",")):
-        with torch.no_grad():
-            measure(table, tokens, asked, place.size)
-        tell_gain(table, tokens, asked, place.size)
-    if place.rank == 0 and asked.json is not None:
-        found = {"device": device, "gpus": place.size, "rows": table.rows}
-        asked.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    numbers = tuple(map(int, asked.tokens.split(",")))
+    with torch.no_grad():
+        for tokens in numbers:
+            collectives(table, tokens, asked, place.size)
+        # torch's last: what was measured until then is told, and written, whatever a new version of them does.
+        for names in ((ALONE, NCCL, OURS), (TORCH,)):
+            for tokens in numbers:
+                products(table, tokens, names, asked, place.size)
+                tell_gain(table, tokens, tuple(each for each in names if each != ALONE), asked, place.size)
+            if place.rank == 0 and asked.json is not None:
+                found = {"device": device, "gpus": place.size, "rows": table.rows}
+                asked.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,14 +18,18 @@ FOLDERS = ("plugins/cuda", "core/common/ops")
 OUTSIDE = (
     "plugins/cuda/core_cuda/plugin.py",
     "plugins/cuda/core_cuda/collective.py",
+    "plugins/cuda/core_cuda/collective_linear.py",
     "plugins/cuda/core_cuda/collective_norm.py",
     "plugins/cuda/core_cuda/symmetric.py",
     "plugins/cuda/core_cuda/ops/summing.py",
+    "plugins/cuda/tests/collective_linear_worker.py",
     "plugins/cuda/tests/collective_norm_worker.py",
     "plugins/cuda/tests/collective_worker.py",
     "plugins/cuda/tests/summing_worker.py",
     "plugins/cuda/tests/test_cuda_collective.py",
+    "plugins/cuda/tests/test_cuda_collective_linear.py",
     "plugins/cuda/tests/test_cuda_collective_norm.py",
+    "plugins/cuda/tests/test_cuda_exchange.py",
     "plugins/cuda/tests/test_cuda_plugin.py",
 )
 """What needs a GPU, and what none of these tests imports."""

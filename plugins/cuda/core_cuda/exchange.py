@@ -2,7 +2,7 @@
 
 A captured graph holds the addresses of what it copies from and to. So memory belongs to the stream on which a program
 captures: warm-up runs make it, as much as the largest of the program's calls needs, all graphs of the program share it,
-and it goes when the program closes. What runs outside of graphs has that of its own stream.
+and it goes when the program closes. What runs outside of graphs has that of its own stream, for as long as the group.
 """
 
 from __future__ import annotations

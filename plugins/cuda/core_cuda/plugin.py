@@ -173,9 +173,10 @@ def _record() -> Callable[[], None]:
 
 def _memory(device: torch.device) -> MemoryInfo:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    shared_bytes = exchange.held_bytes()
     return MemoryInfo(
-        used_bytes=torch.cuda.memory_allocated(device) + exchange.held_bytes(),
+        used_bytes=torch.cuda.memory_allocated(device) + shared_bytes,
         total_bytes=total_bytes,
-        peak_bytes=torch.cuda.max_memory_allocated(device),
+        peak_bytes=torch.cuda.max_memory_allocated(device) + shared_bytes,
         held_bytes=total_bytes - free_bytes,
     )
