@@ -74,9 +74,6 @@ def step_graph(
     try:
         with torch.inference_mode(False):
             runner = PagedRunner(loaded.model, device, config, max_model_len=length)
-        if phase not in runner.traced_phases:
-            runner.close()
-            raise NotPageable("steps with prompts run eagerly there")
     except NotPageable as error:
         if kv_cache_dtype != "auto":
             raise UsageError(

@@ -81,16 +81,24 @@ def state_space(source: Source) -> dict[str, Any]:
     rows, count, slots = _sequences(source, 4)
     heads, wide = groups * group, at_least_fp32(source.dtype)
     softplus = source.one_of(True, False)
-    dt = source.tensor(rows, heads)
+    by_feature = source.one_of(False, True)
+    each = (heads, features) if by_feature else (heads,)
+    dt = source.tensor(rows, *each)
+    merged = by_feature and source.one_of(True, False)
+    shape = (heads * features, size) if merged else (heads, features, size)
+    least, most = source.one_of((0.0, 0.0), (0.1, 0.0), (0.1, 1.5))
     return {
         "x": source.tensor(rows, heads, features),
         "dt": dt if softplus else dt.abs(),  # states that grow by steps below zero would leave the range
-        "A": -source.dense(heads, dtype=wide).exp(),
+        "A": -source.dense(*each, *([size] if by_feature else []), dtype=wide).exp(),
         "B": source.tensor(rows, groups, size),
         "C": source.tensor(rows, groups, size),
-        "states": source.dense(count, heads, features, size, dtype=source.one_of(wide, source.dtype)),
-        "D": source.maybe(heads),
-        "dt_bias": source.maybe(heads) if softplus else None,
+        "states": source.dense(count, *shape, dtype=source.one_of(wide, source.dtype)),
+        "D": source.maybe(*each),
+        "dt_bias": source.maybe(*each) if softplus else None,
         "dt_softplus": softplus,
+        "dt_min": least,
+        "dt_max": most,
+        "bounded": source.one_of(None, source.booleans(rows, share=0.5).to(source.device)),
         **slots,
     }

@@ -76,6 +76,19 @@ def space_call(draw: Draw, rows: int, heads: tuple[int, int], sizes: tuple[int, 
     }
 
 
+def scan_call(draw: Draw, rows: int, features: int, size: int) -> dict[str, Any]:
+    """Return a call of `core::selective_state_update` whose features have a step each, as Mamba's one head has."""
+    call, wide = space_call(draw, rows, (1, 1), (features, size)), at_least_fp32(draw.dtype)
+    call |= {"dt": draw(rows, 1, features), "dt_bias": draw(1, features), "D": draw(1, features, scale=0.3, shift=1.0)}
+    return {**call, "A": -draw(1, features, size, dtype=wide).exp(), "states": call["states"][:, 0]}
+
+
+def bounded(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call that bounds the steps of every other row, a fifth of which are out of bounds."""
+    rows = torch.arange(len(call["x"]), device=call["x"].device) % 2 == 0
+    return {**call, "dt_min": 0.15, "dt_max": 2.0, "bounded": rows}
+
+
 def convolution(draw: Draw) -> Iterator[Sample]:
     """Yield 1,024 channels."""
     yield Sample(name="1024 channels", kwargs=conv_call(draw, 4, 1024))
@@ -90,11 +103,14 @@ def delta_rule(draw: Draw) -> Iterator[Sample]:
 
 
 def state_space(draw: Draw) -> Iterator[Sample]:
-    """Yield heads of 64 features with 128 numbers of state, four to a group."""
+    """Yield heads of 64 features with 128 numbers of state, four to a group, steps within bounds, and of features."""
     yield Sample(name="heads of 64 by 128", kwargs=space_call(draw, 4, (8, 2), (64, 128)))
-    yield Sample(
-        name="prompts, heads of 64 by 128", kwargs=prompts(space_call(draw, 150, (2, 1), (64, 128)), (0, 129, 147))
-    )
+    call = prompts(space_call(draw, 150, (2, 1), (64, 128)), (0, 129, 147))
+    yield Sample(name="prompts, heads of 64 by 128", kwargs=call)
+    call = bounded(prompts(space_call(draw, 150, (2, 1), (64, 128)), (0, 129, 147)))
+    yield Sample(name="prompts, bounded steps of 64 by 128", kwargs=call)
+    yield Sample(name="features by 16", kwargs=scan_call(draw, 4, 256, 16))
+    yield Sample(name="prompts, features by 16", kwargs=prompts(scan_call(draw, 150, 128, 16), (0, 129, 147)))
 
 
 def convolution_sizes(draw: Draw) -> Iterator[Sample]:
@@ -117,6 +133,9 @@ def state_space_sizes(draw: Draw) -> Iterator[Sample]:
     yield Sample(name="65 rows, 33 by 65", kwargs=space_call(draw, 65, (3, 1), (33, 65)))
     yield Sample(name="3 rows, 130 by 257", kwargs=space_call(draw, 3, (4, 4), (130, 257)))
     yield Sample(name="prompts, 33 by 65", kwargs=prompts(space_call(draw, 97, (3, 1), (33, 65)), (0, 31, 96)))
+    yield Sample(name="65 rows, 33 features by 65", kwargs=scan_call(draw, 65, 33, 65))
+    odd = prompts(bounded(scan_call(draw, 97, 33, 65)), (0, 31, 96))
+    yield Sample(name="prompts, 33 features by 65, bounded", kwargs=odd)
 
 
 def convolution_wide(draw: Draw) -> Iterator[Sample]:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from core.common.node_meta import value_of
+from core.common.ops.declaration import find_op
 from core.common.passes.effects import denies_writes, written_args
 from core.common.passes.values.layouts import memory, tensors
 
@@ -80,7 +81,9 @@ def _storages(
     exact = _exact(value_of(node))
     if exact is not None and node.target in _IDENTITIES_WHEN_OFF and node.all_input_nodes:
         exact |= known[node.all_input_nodes[0]]
-    inherited = _NONE.union(*(known[argument] for argument in into)) if into else _NONE
+    # What a canonical op returns is memory of its own, whatever else it writes.
+    own = not into or find_op(node.target) is not None
+    inherited = _NONE if own else _NONE.union(*(known[argument] for argument in into))
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and denies_writes(node.args[0].target):
         inherited |= known[node.args[0]]  # the fake, which follows the schema, calls it memory of its own
     if exact is not None:

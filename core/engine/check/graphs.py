@@ -75,10 +75,6 @@ def engine_graphs(
         try:
             with torch.inference_mode(False):
                 runner = PagedRunner(loaded.model, device, config, max_model_len=length)
-            if not set(phases) <= set(runner.traced_phases):
-                runner.close()
-                runner = None
-                raise NotPageable("steps with prompts run eagerly there")
         except NotPageable as error:
             reason = f"no paged cache: {error}"
             if cache == "paged":

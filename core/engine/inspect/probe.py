@@ -92,6 +92,11 @@ def own_logits(model: Any, sequences: Sequence[Sequence[int]], caching: Caching 
     return [forward_logits(model, tokens, caching)[-2:] for tokens in sequences]
 
 
+def stepwise_logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return what `own_logits` does, the last token of each by the model's code for one token, on its own cache."""
+    return _cached_logits(model, sequences)
+
+
 @checked_indices()
 def forward_logits(model: Any, tokens: Sequence[int], caching: Caching | None = None) -> Tensor:
     """Return the logits (len(tokens), vocabulary) of one sequence, by the model's forward; caching: as `own_logits`."""
@@ -177,11 +182,12 @@ def _cached_logits(model: Any, sequences: Sequence[Sequence[int]], chunks: Chunk
     for tokens in sequences:
         ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        counted = "position_ids" in accepted_arguments(model)
         found: list[Tensor] = []
         cache: dict[str, Any] = {}
         for each in positions.split([*chunks(ids.shape[1] - 1), 1], dim=1):
-            part = ids[:, each[0]]
-            out = model(input_ids=part, position_ids=each, use_cache=True, return_dict=True, **cache)
+            given = {"position_ids": each, **cache} if counted else cache
+            out = model(input_ids=ids[:, each[0]], use_cache=True, return_dict=True, **given)
             names = accepted_arguments(model) & out.keys()
             cache = {name: out[name] for name in names if out[name] is not None}
             if not cache:

@@ -13,8 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,65 +22,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from core.engine.inspect.attention import NotPageable
 from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.probe import function_bound, probe_tokens, relative_difference
+from core.engine.inspect.recurrence import NONE, Recurrence, RecurrentLayer, StateKey, StateSpec
 from core.engine.models.forward import accepted_arguments, cache_name
 
-StateKey = tuple[Literal["conv", "recurrent"], int, int]
-"""A state by kind, number of the layer, and number among the layer's states of that kind."""
 _SINCE = "5.21"
 """The first version of transformers whose caches have the methods of `_noting_class`."""
 _TOKENS = 8
 """Of the runs by which layers are found; half of them make the first chunk where chunks are compared."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateSpec:
-    """What one state of one sequence takes."""
-
-    key: StateKey
-    #: Without the batch dimension.
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of one sequence's state."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecurrentLayer:
-    """A module that keeps states, and how it is given the cache that holds them."""
-
-    #: Path of the module in the model.
-    path: str
-    #: The parameter of its forward that takes the cache, and the place of that parameter.
-    argument: str
-    place: int
-    states: tuple[StateSpec, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recurrence:
-    """The layers of a model that keep states."""
-
-    layers: Mapping[nn.Module, RecurrentLayer]
-    #: Whether several tokens may follow a state that is there: some layers read it for a single token only.
-    continues: bool
-
-    @property
-    def bytes_per_sequence(self) -> int:
-        """Memory of one sequence's states in all layers."""
-        return sum(state.num_bytes for layer in self.layers.values() for state in layer.states)
-
-    @property
-    def limits_prompts(self) -> bool:
-        """Whether layers bound their steps in prompts alone, as transformers' state spaces do by `time_step_limit`."""
-        limits = [tuple(getattr(each, "time_step_limit", (0, math.inf))) for each in self.layers]
-        return any(least > 0 or most < math.inf for least, most in limits)
-
-
-NONE = Recurrence(layers=MappingProxyType({}), continues=True)
-"""Of models that keep no state besides keys and values."""
 
 
 @dataclass(slots=True, eq=False)
@@ -209,10 +156,20 @@ def _layers(model: nn.Module, cache: Any) -> dict[nn.Module, RecurrentLayer]:
             states.setdefault(module, []).append(StateSpec(key=key, shape=tuple(found.shape[1:]), dtype=found.dtype))
     return {
         module: RecurrentLayer(
-            path=paths[module], argument=notes.given[module][0], place=notes.given[module][1], states=tuple(each)
+            path=paths[module],
+            argument=notes.given[module][0],
+            place=notes.given[module][1],
+            states=tuple(each),
+            step_bounds=_step_bounds(module),
         )
         for module, each in states.items()
     }
+
+
+def _step_bounds(module: nn.Module) -> tuple[float, float]:
+    """Return the bounds of a module's steps in prompts, by the name that transformers' state spaces give them."""
+    least, most = getattr(module, "time_step_limit", (0.0, math.inf))
+    return max(float(least), 0.0), 0.0 if math.isinf(most) else float(most)
 
 
 def _state(cache: Any, key: StateKey) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from core.engine.inspect.attention import AttentionLayer, LayerState, StepTensors, attach, detach
-from core.engine.inspect.recurrent import NONE, Recurrence
+from core.engine.inspect.recurrence import NONE, Recurrence
 from core.engine.paged.groups import LayerGroup
 from core.engine.paged.recurrent import RecurrentStates
 

@@ -78,7 +78,7 @@ class PagedLogits:
             assert self._adapters is not None
             self._adapters.begin_step(tables["adapter_slots"])
         if self._recurrent is not None:
-            self._recurrent.batch = self._batch(tables["state_slots"], seq_lens, query_starts, input_ids)
+            self._recurrent.batch = self._batch(tables["state_slots"], seq_lens, query_starts, tables["in_prompt"])
         arguments = {"logits_to_keep": logit_rows} if self._selects_rows else {}
         if self._takes_positions:
             arguments["position_ids"] = position_ids[None]
@@ -95,13 +95,13 @@ class PagedLogits:
         return logits if self._selects_rows else logits[logit_rows]
 
     def _batch(
-        self, slots: Tensor, seq_lens: Tensor, query_starts: Tensor, input_ids: Tensor
+        self, slots: Tensor, seq_lens: Tensor, query_starts: Tensor, in_prompt: Tensor
     ) -> SlotStates | TokenStates | None:
         """Return the states of a step's tokens as a batch; None where it runs eagerly on runs."""
         if self._max_query_len == 1:
             return SlotStates(slots)
         if is_dynamo_compiling():
-            return TokenStates.of(slots, seq_lens, query_starts, input_ids.shape[0])
+            return TokenStates.of(slots, seq_lens, query_starts, in_prompt)
         return None
 
     @property

@@ -31,8 +31,8 @@ class PagedModel:
         self._device = device
         #: The sizes that its programs are compiled for.
         self.prefill_sizes = config.prefill_sizes(device.capabilities, max_model_len)
-        #: Tokens at most in a step that holds prompts.
-        self.max_step_tokens = config.max_step_tokens or max(self.prefill_sizes)
+        #: Tokens at most in a step that holds prompts, as a whole prompt may need, and as chunks of one do.
+        self.max_step_tokens = self.chunk_tokens = config.max_step_tokens or max(self.prefill_sizes)
         self._max_num_seqs = config.max_num_seqs
         #: The layers that keep states of a sequence besides keys and values.
         self.recurrence = inspect_recurrence(model)
@@ -63,7 +63,7 @@ class PagedModel:
 
     @property
     def whole_prompts(self) -> bool:
-        """Whether later chunks of a prompt are computed token by token, as the model's code can't continue a prompt."""
+        """Whether the model's code can't continue a prompt, so that without a graph later chunks go token by token."""
         return not self.recurrence.continues
 
     @property

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.engine.inspect.recurrent import Recurrence, RecurrentLayer, StateKey
+from core.engine.inspect.recurrence import Recurrence, RecurrentLayer, StateKey
 from core.engine.paged.blocks import FIRST_SLOT, NULL_SLOT
 from core.engine.paged.step_states import RecurrentStep, Run, SlotStates, StepCache, TokenStates
 from core.engine.steps.step import Step
@@ -104,7 +104,7 @@ class ServedLayer:
         # Told before the states are computed: an op that writes them itself needs to know where.
         kept = states.kept
         taken: dict[StateKey, Tensor | None] = {
-            key: None if begins else states.taken(pool) for key, pool in self.pools.items()
+            key: None if begins else states.taken(pool, *self._bounds(key)) for key, pool in self.pools.items()
         }
         cache, place = StepCache(taken, self.widths), self.layer.place
         if len(args) > place:
@@ -117,6 +117,10 @@ class ServedLayer:
             assert new is not None, "a module kept no state that it keeps elsewhere"
             states.put(pool, kept, new.to(pool.dtype))
         return out
+
+    def _bounds(self, key: StateKey) -> tuple[float, float]:
+        """Return the bounds of the steps that move a state on."""
+        return self.layer.step_bounds if key[0] == "recurrent" else (0.0, 0.0)
 
 
 class RecurrentStates:

@@ -21,6 +21,7 @@ from core.engine.models.sharding.gathering import HeadParts
 from core.engine.paged import phases
 from core.engine.paged.cache import PagedCache
 from core.engine.paged.call import PagedCall, PagedLogits
+from core.engine.paged.model import PagedModel
 from core.engine.paged.phases import Buckets
 from core.engine.paged.room import Place
 from core.engine.paged.self_check import OwnForward, Probes, check_same_function, chunks_of, in_pieces, probe_limits
@@ -87,15 +88,15 @@ class PagedRunner:
         try:
             self._calls = self._make_calls(self._paged)
             with continuous(self._model):  # judges the cache, not how inputs round to codes
-                forward = self._check_same_function(attends=bool(paged.layers))
+                forward = self._check_same_function(paged)
             self._greedy_rows = self._greedy_params(max(b["rows"] for sizes in buckets.values() for b in sizes))
             how: Any = {"relocate": sleeper and sleeper.placing(self._paged.tensors), "progress": progress}
-            packed = paged.recurrence.continues and not paged.recurrence.limits_prompts
-            self._compile(buckets, config, packed=packed, **how)
+            self._compile(buckets, config, packed=True, **how)
             if self._keeps_states:
                 self._check_prompts(buckets, config, forward, **how)
-            if paged.recurrence.limits_prompts:
-                self.reason += ": layers bound their steps in prompts alone"
+                if self.whole_prompts and self.report().modes["prefill"] != "off":
+                    # The graphs continue a prompt, whatever the model's own code does.
+                    self.whole_prompts, self.max_step_tokens = False, paged.chunk_tokens
         except BaseException:
             self.close()
             raise
@@ -195,19 +196,14 @@ class PagedRunner:
             "recurrent": self._keeps_states,
         }
 
-    @property
-    def traced_phases(self) -> tuple[str, ...]:
-        """The phases of `phases`: not prefill where the model's code for one token continues no prompt."""
-        return ("decode",) if self.whole_prompts else ("prefill", "decode")
-
     def phases(self) -> tuple[CachedPhase, ...]:
-        """Return the logits of `traced_phases` as they are compiled, with the inputs of the self-check.
+        """Return the logits of prefill and decode as they are compiled, with the inputs of the self-check.
 
         The choice of tokens is left out: there, the smallest error of a logit changes everything or nothing. Valid
         until `close`.
         """
         declared = step_inputs(self._max_blocks, self.num_groups, recurrent=self._keeps_states)
-        functions = {name: self._calls[name].logits for name in self.traced_phases}
+        functions = {name: self._calls[name].logits for name in ("prefill", "decode")}
         return phases.of_logits(functions, declared, {name: self._examples[name][0] for name in functions})
 
     def _tensors(self, step: Step) -> dict[str, Any]:
@@ -262,7 +258,7 @@ class PagedRunner:
         return in_pieces(step, most, lambda piece: cast("StepOutput", self.run(piece)).all_logits().clone())
 
     @torch.no_grad()
-    def _check_same_function(self, *, attends: bool) -> OwnForward:
+    def _check_same_function(self, paged: PagedModel) -> OwnForward:
         """Compare a prefill and one decode step with the model's own forward; raise `NotPageable` if they differ."""
         self._paged.recurrent.begin_check()
         limits = {"max_model_len": self._max_model_len, "max_num_seqs": self.max_num_seqs}
@@ -274,8 +270,9 @@ class PagedRunner:
             max_model_len=self._longest_probe,
             max_num_seqs=most,
             rounding=self.cache_rounding,
-            attends=attends,
+            attends=bool(paged.layers),
             chunks=partial(chunks_of, singly=self.whole_prompts) if self._keeps_states else None,
+            stepwise=paged.recurrence.bounds_steps,
         )
         self._paged.recurrent.end_check()
         return own

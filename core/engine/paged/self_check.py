@@ -21,6 +21,7 @@ from core.engine.inspect.probe import (
     own_logits,
     probe_sequences,
     rounding_bound,
+    stepwise_logits,
 )
 from core.engine.models.forward import accepted_arguments
 from core.engine.steps.model_runner import SequenceCache
@@ -76,6 +77,7 @@ def check_same_function(
     rounding: Rounding | None,
     attends: bool = True,
     chunks: Chunks | None = None,
+    stepwise: bool = False,
 ) -> OwnForward:
     """Compare a prefill and one decode step with the model's own forward, and return what that gave.
 
@@ -84,14 +86,15 @@ def check_same_function(
     This finds models that keep state where none was found (in attributes or caches of their own), and models whose
     sequences see each other: a long and a short sequence share both steps, each compared with a run of its own.
     attends: whether any layer attends. Without, a model may take no positions: its states alone know what was before.
-    chunks: how prompts are cut, where that changes a model's arithmetic; see `rounding_bound`.
+    chunks: how prompts are cut, where that changes a model's arithmetic; see `rounding_bound`. stepwise: whether the
+    model's code for one token computes another function than its code for prompts, so that one forward is no yardstick.
     rounding: of a quantised cache. It is compared with the forward on transformers' cache of the same codes, where
     differences may be larger by `amplification`.
     """
     if (attends or "position_ids" in accepted_arguments(model)) and not counts_from_zero(model):
         raise NotPageable("it takes no position_ids, or counts otherwise than 0, 1, 2, …")
     probes = probe_sequences(model, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
-    expected = own_logits(model, probes)
+    expected = (stepwise_logits if stepwise else own_logits)(model, probes)
     bound = rounding_bound(model, probes, expected, chunks)
     if rounding is not None:
         plain, expected = expected, own_logits(model, probes, rounding.caching)

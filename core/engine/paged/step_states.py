@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from core.common.ops.recurrent import tokens
-from core.engine.inspect.recurrent import StateKey
+from core.engine.inspect.recurrence import StateKey
 from core.engine.paged.blocks import DROPPED_SLOT, NULL_SLOT
 
 
@@ -46,8 +46,9 @@ class SlotStates:
         """Where the new states go, (S,) int64: those of padding into a slot that nobody reads."""
         return self.slots.clamp(min=DROPPED_SLOT)
 
-    def taken(self, pool: Tensor) -> Tensor:
-        """Return the states out of those of all slots."""
+    def taken(self, pool: Tensor, least: float = 0.0, most: float = 0.0) -> Tensor:
+        """Return the states out of those of all slots. least, most: of steps in prompts, which the module's own code
+        bounds or, for one token, does not."""
         return pool.index_select(0, self.slots)
 
     def put(self, pool: Tensor, kept: Tensor, new: Tensor) -> None:
@@ -65,17 +66,24 @@ class TokenStates:
     kept: Tensor
     #: (S + 1,) int32.
     query_starts: Tensor
-    num_rows: int
+    #: (T,) bool: the tokens of prompts, which the model's code for prompts would compute.
+    in_prompt: Tensor
 
     @classmethod
-    def of(cls, slots: Tensor, seq_lens: Tensor, query_starts: Tensor, num_rows: int) -> TokenStates:
+    def of(cls, slots: Tensor, seq_lens: Tensor, query_starts: Tensor, in_prompt: Tensor) -> TokenStates:
         """Return those of a step; its inputs as `step_inputs` declares them."""
         continues = seq_lens > query_starts[1:] - query_starts[:-1]
-        return cls(torch.where(continues, slots, NULL_SLOT), slots.clamp(min=DROPPED_SLOT), query_starts, num_rows)
+        return cls(torch.where(continues, slots, NULL_SLOT), slots.clamp(min=DROPPED_SLOT), query_starts, in_prompt)
 
-    def taken(self, pool: Tensor) -> Tensor:
-        """State the states before each token."""
-        stated: Tensor = tokens.READ(pool, self.slots, self.query_starts, self.num_rows)
+    @property
+    def num_rows(self) -> int:
+        """How many tokens there are."""
+        return self.in_prompt.shape[0]
+
+    def taken(self, pool: Tensor, least: float = 0.0, most: float = 0.0) -> Tensor:
+        """State the states before each token. least, most: of a step in prompts, 0 for no bound."""
+        bounds = (self.in_prompt, least, most) if least or most else ()
+        stated: Tensor = tokens.READ(pool, self.slots, self.query_starts, self.num_rows, *bounds)
         return stated
 
     def put(self, pool: Tensor, kept: Tensor, new: Tensor) -> None:

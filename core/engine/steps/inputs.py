@@ -57,6 +57,7 @@ def step_inputs(
         more["adapter_slots"] = InputSpec(("tokens",), torch.int64)
     if recurrent:
         more["state_slots"] = InputSpec(("seqs",), torch.int64)
+        more["in_prompt"] = InputSpec(("tokens",), torch.bool)
     return {
         "input_ids": InputSpec(("tokens",), torch.int64),
         "position_ids": InputSpec(("tokens",), torch.int64),
@@ -146,6 +147,8 @@ def write_step(
         put(arrays["adapter_slots"], np.array([part.sequence.adapter for part in step.parts])[seqs])
     if "state_slots" in arrays:
         put(arrays["state_slots"], [part.sequence.slot for part in step.parts])
+        if step.phase != "decode":  # there no token is, nor was in an earlier step
+            put(arrays["in_prompt"], positions < np.array([len(part.sequence.prompt) for part in step.parts])[seqs])
     put(arrays["position_ids"], positions)
     _write_tokens(step, arrays["input_ids"], ends)
     put(arrays["seq_lens"], stops)

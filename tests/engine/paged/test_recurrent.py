@@ -15,7 +15,8 @@ from core.engine.config import SamplingParams
 from core.engine.inspect import recurrent as recurrent_inspection
 from core.engine.inspect.attention import NotPageable
 from core.engine.inspect.probe import own_logits, probe_sequences, rounding_bound
-from core.engine.inspect.recurrent import NONE, StateKey, inspect_recurrence
+from core.engine.inspect.recurrence import NONE, StateKey
+from core.engine.inspect.recurrent import inspect_recurrence
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.paged import recurrent

@@ -5,6 +5,9 @@ these two ops state a recurrence and do not compute it. Code that moves a batch 
 between them, is thereby said to run token by token along each sequence. A lift makes of it an op that does so; a graph
 in which one of them is left can't run.
 
+A state space may bound its steps in some tokens alone, as transformers' code for prompts does and its code for one
+token does not: that is stated with the states, and the op bounds them.
+
 Shapes: T tokens, S sequences, N states; slots and query_starts as in slots.py.
 """
 
@@ -16,14 +19,28 @@ import torch
 from torch import Tensor, fx
 
 _LIBRARY = torch.library.Library("core", "FRAGMENT")
-_LIBRARY.define("token_states(Tensor states, Tensor slots, Tensor query_starts, SymInt num_tokens) -> Tensor")
+_LIBRARY.define(
+    "token_states(Tensor states, Tensor slots, Tensor query_starts, SymInt num_tokens, Tensor? bounded=None, "
+    "float dt_min=0.0, float dt_max=0.0) -> Tensor"
+)
 _LIBRARY.define("keep_token_states(Tensor(a!) states, Tensor new, Tensor kept, Tensor query_starts) -> ()")
 READ = torch.ops.core.token_states.default
 WRITTEN = torch.ops.core.keep_token_states.default
 
 
-def _token_states(states: Tensor, slots: Tensor, query_starts: Tensor, num_tokens: int) -> Tensor:
-    """Return the state before each token, (T, …), where no sequence has a second one; zeros for padding."""
+def _token_states(
+    states: Tensor,
+    slots: Tensor,
+    query_starts: Tensor,
+    num_tokens: int,
+    bounded: Tensor | None = None,
+    dt_min: float = 0.0,
+    dt_max: float = 0.0,
+) -> Tensor:
+    """Return the state before each token, (T, …), where no sequence has a second one; zeros for padding.
+
+    bounded (T,) bool, dt_min, dt_max: as `core::selective_state_update` has them; what comes after is not bounded here.
+    """
     found = states.new_zeros((num_tokens, *states.shape[1:]))
     for row, slot in _rows(slots, query_starts):
         found[row] = states[slot]
@@ -49,7 +66,7 @@ def _rows(slots: Tensor, query_starts: Tensor) -> list[tuple[int, int]]:
     return [(start, slot) for start, slot, length in found if length]
 
 
-def _fake(states: Tensor, slots: Tensor, query_starts: Tensor, num_tokens: int) -> Tensor:
+def _fake(states: Tensor, slots: Tensor, query_starts: Tensor, num_tokens: int, *_: object) -> Tensor:
     return states.new_empty((num_tokens, *states.shape[1:]))
 
 

@@ -5,15 +5,16 @@ states.index_copy_(0, kept, new)            or states.copy_(new), or state.copy_
 
 Of several tokens of each sequence, one after the other:
 
-state = core::token_states(states, slots, query_starts, num_tokens)
+state = core::token_states(states, slots, query_starts, num_tokens, bounded, dt_min, dt_max)
 core::keep_token_states(states, new, kept, query_starts)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import fx
 
 from core.common.ops.recurrent.tokens import READ, WRITTEN
 from core.common.passes import Refused, same_sizes, view
+from core.common.passes.recurrent.axes import seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class States:
     writers: tuple[fx.Node, ...]
     query_starts: fx.Node | None = None
     num_tokens: fx.Node | None = None
+    #: Of the steps that move the state on, by the names of the op's arguments; empty for no bound.
+    bounds: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def arguments(self) -> dict[str, fx.Node | None]:
@@ -46,8 +50,8 @@ class States:
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
         """The nodes that reads and writes of the states depend on."""
-        found = (self.tensor, self.slots, self.kept, self.query_starts, self.num_tokens)
-        return tuple(each for each in found if each is not None)
+        found = (self.tensor, self.slots, self.kept, self.query_starts, self.num_tokens, *self.bounds.values())
+        return tuple(each for each in found if isinstance(each, fx.Node))
 
 
 def loaded(node: Any) -> fx.Node | None:
@@ -55,16 +59,20 @@ def loaded(node: Any) -> fx.Node | None:
     return view.without_exact_casts(node)[0] if isinstance(node, fx.Node) else None
 
 
-def read_states(state: fx.Node, new: fx.Node) -> States:
+def read_states(state: fx.Node, new: fx.Node, *, bounds: bool = False) -> States:
     """Return where a state comes from and where its new value goes; raise `Refused` where that is another place.
 
-    state: as `loaded` gives it.
+    state: as `loaded` gives it. bounds: whether the op takes bounds of the steps that are stated with the state.
     """
     tensor, slots = state, None
+    stated: dict[str, Any] = {}
     starts: Any = None
     num_tokens: Any = None
     if state.target is READ:
         tensor, slots, starts, num_tokens = (view.operand(state, place, "") for place in range(4))
+        stated = dict(zip(("bounded", "dt_min", "dt_max"), state.args[4:], strict=False))
+        if stated and not bounds:
+            raise Refused(state, f"{state} has bounds of steps, and the op knows none")
     elif view.kind(state) == "index_select":
         tensor, dim, slots = (view.operand(state, place, name) for place, name in enumerate(("input", "dim", "index")))
         if dim != 0:
@@ -84,7 +92,7 @@ def read_states(state: fx.Node, new: fx.Node) -> States:
     if not same_sizes((view.shape(tensor) or ())[first:], (view.shape(new) or ())[first:]):
         raise Refused(state, f"the new state {new} has other sizes than {tensor}")
     counted = num_tokens if isinstance(num_tokens, fx.Node) else None
-    return States(tensor, slots, kept, tuple(writers), starts, counted)
+    return States(tensor, slots, kept, tuple(writers), starts, counted, stated)
 
 
 def _casts_of(node: fx.Node) -> Iterator[fx.Node]:
@@ -111,12 +119,18 @@ def _puts(node: fx.Node, to: fx.Node, source: fx.Node) -> bool:
 
 def interior(ends: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     """Return the nodes between inputs and ends, the first of which is the result; raise `Refused` where another node
-    reads one of them, or where they read something else."""
+    reads one of them that is no view of an input, or where they read something else."""
     found = dict.fromkeys(node for end in ends for node in view.between(end, *inputs))
     for node in found:
         if not node.op.startswith("call_"):
             raise Refused(node, f"{node} is read as well")
         outside = [user for user in node.users if user not in found]
-        if outside and node is not ends[0]:
+        if outside and node is not ends[0] and not _shows(node, inputs):
             raise Refused(node, f"{outside[0]} reads {node}, which lies within")
     return tuple(found)
+
+
+def _shows(node: fx.Node, inputs: Sequence[fx.Node]) -> bool:
+    """Tell whether a node is nothing but a view of one of these."""
+    found = seen(node, ends=inputs)
+    return found is not None and found.node in inputs

@@ -18,6 +18,8 @@ using Optional = std::optional<Tensor>;
 
 // Numbers of a state that are worth another thread.
 constexpr int64_t WORK = 1 << 15;
+// Features of a head that are computed in one go where each has a step of its own.
+constexpr int64_t FEATURES = 64;
 
 // The states that the sequences of a call read and write, and the rows of each.
 struct Sequences {
@@ -91,14 +93,15 @@ Optional in_run(const Optional& index) {
 struct Numbers {
   const void* data;
   at::ScalarType dtype;
-  int64_t row, column;
+  int64_t row, column, inner;
 
+  // Of (rows, columns, more), of (rows, columns), or of columns alone.
   explicit Numbers(const Tensor& from)
       : data(from.const_data_ptr()), dtype(from.scalar_type()), row(from.dim() > 1 ? from.stride(0) : 0),
-        column(from.stride(-1)) {}
+        column(from.stride(from.dim() > 1 ? 1 : 0)), inner(from.dim() > 2 ? from.stride(2) : 0) {}
 
-  float at(int64_t i, int64_t j) const {
-    const int64_t place = i * row + j * column;
+  float at(int64_t i, int64_t j, int64_t k = 0) const {
+    const int64_t place = i * row + j * column + k * inner;
     switch (dtype) {
       case at::kFloat:
         return static_cast<const float*>(data)[place];
@@ -197,35 +200,110 @@ Tensor gated_delta_rule(const Tensor& query, const Tensor& key, const Tensor& va
   return out;
 }
 
-Tensor selective_state_update(const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B, const Tensor& C,
-                              const Tensor& states, const Optional& D, const Optional& dt_bias, bool dt_softplus,
-                              const Optional& slots, const Optional& kept, const Optional& query_starts) {
-  const int64_t rows = x.size(0), heads = x.size(1), features = x.size(2), size = B.size(2);
-  const int64_t group = heads / std::max<int64_t>(B.size(1), 1);
-  const Tensor in = in_rows(x), keys = in_rows(B), queries = in_rows(C);
-  const Optional read = in_run(slots), written = in_run(kept), starts = in_run(query_starts);
-  const Sequences places(read, written, starts, states.size(0), rows, "core::selective_state_update");
-  const Numbers steps(dt), rates(A);
+namespace {
+
+// The steps of a state space: of each head, or of each feature.
+struct Steps {
+  Numbers dt;
+  std::optional<Numbers> bias;
+  bool softplus;
+  float least, most;
+  const bool* bounded;
+
+  Steps(const Tensor& dt, const Optional& bias, bool softplus, double least, double most, const Optional& bounded)
+      : dt(dt), bias(bias ? std::optional(Numbers(*bias)) : std::nullopt), softplus(softplus),
+        least(static_cast<float>(least)), most(static_cast<float>(most)),
+        bounded(bounded ? bounded->const_data_ptr<bool>() : nullptr) {}
+
+  // bias: that of the head or feature.
+  float at(int64_t row, int64_t head, int64_t feature, float bias) const {
+    float step = dt.at(row, head, feature) + bias;
+    step = softplus && step <= 20.f ? std::log1p(std::exp(step)) : step;
+    if (bounded == nullptr || bounded[row]) {
+      step = least > 0.f ? std::max(step, least) : step;
+      step = most > 0.f ? std::min(step, most) : step;
+    }
+    return step;
+  }
+};
+
+// The arguments of a call that both of its forms read.
+struct SpaceCall {
+  const Tensor &x, &B, &C;
+  const Steps& steps;
+  const Sequences& places;
+  float* states;
+  int64_t slot;
+  Tensor& out;
+};
+
+void along_heads(const SpaceCall& call, const Tensor& A, const Optional& D) {
+  const int64_t heads = call.x.size(1), features = call.x.size(2), size = call.B.size(2);
+  const int64_t group = heads / std::max<int64_t>(call.B.size(1), 1);
+  const Numbers rates(A);
   const auto skips = D ? std::optional(Numbers(*D)) : std::nullopt;
-  const auto biases = dt_bias ? std::optional(Numbers(*dt_bias)) : std::nullopt;
-  Tensor out = results({rows, heads, features}, x.scalar_type(), places);
-  float* data = states.mutable_data_ptr<float>();
-  with_dtype(x.scalar_type(), "core_cpu::selective_state_update", [&]<typename T>(T) {
-    at::parallel_for(0, places.count * heads, grain(features * size), [&](int64_t begin, int64_t end) {
+  with_dtype(call.x.scalar_type(), "core_cpu::selective_state_update", [&]<typename T>(T) {
+    at::parallel_for(0, call.places.count * heads, grain(features * size), [&](int64_t begin, int64_t end) {
       StateSpace space(features, size);
       for (int64_t i = begin; i < end; ++i) {
         const int64_t h = i % heads;
+        const float bias = call.steps.bias ? call.steps.bias->at(0, h) : 0.f;
         const auto move = [&](int64_t row, const float* old, float* to) {
-          float step = steps.at(row, h) + (biases ? biases->at(0, h) : 0.f);
-          step = dt_softplus && step <= 20.f ? std::log1p(std::exp(step)) : step;
-          space.take(head<T>(in, row, h), head<T>(keys, row, h / group), head<T>(queries, row, h / group));
+          const float step = call.steps.at(row, h, 0, bias);
+          space.take(head<T>(call.x, row, h), head<T>(call.B, row, h / group), head<T>(call.C, row, h / group));
           space.run(old, to, step, std::exp(step * rates.at(0, h)), skips ? skips->at(0, h) : 0.f,
-                    out.mutable_data_ptr<T>() + (row * heads + h) * features);
+                    call.out.mutable_data_ptr<T>() + (row * heads + h) * features);
         };
-        places.along(i / heads, data, states.stride(0), h * features * size, features * size, move);
+        call.places.along(i / heads, call.states, call.slot, h * features * size, features * size, move);
       }
     });
   });
+}
+
+void along_features(const SpaceCall& call, const Tensor& A, const Optional& D) {
+  const int64_t heads = call.x.size(1), width = call.x.size(2), size = call.B.size(2);
+  const int64_t group = heads / std::max<int64_t>(call.B.size(1), 1), blocks = (width + FEATURES - 1) / FEATURES;
+  const Tensor rates = A.to(at::kFloat).contiguous();
+  const auto skips = D ? std::optional(D->to(at::kFloat).contiguous()) : std::nullopt;
+  with_dtype(call.x.scalar_type(), "core_cpu::selective_state_update", [&]<typename T>(T) {
+    at::parallel_for(0, call.places.count * heads * blocks, grain(FEATURES * size), [&](int64_t begin, int64_t end) {
+      float steps[FEATURES], biases[FEATURES];
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t h = i / blocks % heads, first = i % blocks * FEATURES, count = std::min(FEATURES, width - first);
+        const int64_t at = h * width + first;
+        StateSpace space(count, size);
+        for (int64_t p = 0; p < count; ++p) {
+          biases[p] = call.steps.bias ? call.steps.bias->at(h, first + p) : 0.f;
+        }
+        const auto move = [&](int64_t row, const float* old, float* to) {
+          for (int64_t p = 0; p < count; ++p) {
+            steps[p] = call.steps.at(row, h, first + p, biases[p]);
+          }
+          space.take(head<T>(call.x, row, h) + first, head<T>(call.B, row, h / group),
+                     head<T>(call.C, row, h / group));
+          space.run(old, to, steps, rates.const_data_ptr<float>() + at * size,
+                    skips ? skips->const_data_ptr<float>() + at : nullptr,
+                    call.out.mutable_data_ptr<T>() + row * heads * width + at);
+        };
+        call.places.along(i / (blocks * heads), call.states, call.slot, at * size, count * size, move);
+      }
+    });
+  });
+}
+
+}  // namespace
+
+Tensor selective_state_update(const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B, const Tensor& C,
+                              const Tensor& states, const Optional& D, const Optional& dt_bias, bool dt_softplus,
+                              double dt_min, double dt_max, const Optional& bounded, const Optional& slots,
+                              const Optional& kept, const Optional& query_starts) {
+  const Tensor in = in_rows(x), keys = in_rows(B), queries = in_rows(C);
+  const Optional read = in_run(slots), written = in_run(kept), starts = in_run(query_starts), limited = in_run(bounded);
+  const Sequences places(read, written, starts, states.size(0), x.size(0), "core::selective_state_update");
+  const Steps steps(dt, dt_bias, dt_softplus, dt_min, dt_max, limited);
+  Tensor out = results(x.sizes(), x.scalar_type(), places);
+  const SpaceCall call{in, keys, queries, steps, places, states.mutable_data_ptr<float>(), states.stride(0), out};
+  (A.dim() == 3 ? along_features : along_heads)(call, A, D);
   return out;
 }
 

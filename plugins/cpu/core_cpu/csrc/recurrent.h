@@ -189,7 +189,7 @@ struct DeltaRule {
   float *query, *key, *fades, *value, *missing, *result;
 };
 
-// A head of a selective state space; `size` numbers of state for each feature.
+// A head of a selective state space, or some of its features; `size` numbers of state for each.
 struct StateSpace {
   StateSpace(int64_t features, int64_t size)
       : features(features), size(size), memory(2 * padded(features) + 2 * padded(size)), x(memory.data()),
@@ -205,6 +205,30 @@ struct StateSpace {
   // state, kept (features, size): the same memory, or another.
   template <typename T>
   void run(const float* state, float* kept, float step, float fade, float skip, T* out) {
+    const Vec faded(fade);
+    each(state, kept, [&](int64_t) { return step; }, [&](int64_t, int64_t, int64_t) { return faded; });
+    for (int64_t i = 0; i < features; ++i) {
+      result[i] += skip * x[i];
+    }
+    narrow(result, features, out);
+  }
+
+  // steps (features), rates (features, size): of each feature, and of each of its numbers; skips (features), or null.
+  template <typename T>
+  void run(const float* state, float* kept, const float* steps, const float* rates, const float* skips, T* out) {
+    each(state, kept, [&](int64_t p) { return steps[p]; }, [&](int64_t p, int64_t i, int64_t left) {
+      return (Vec(steps[p]) * Vec::loadu(rates + p * size + i, left)).exp();
+    });
+    for (int64_t i = 0; skips != nullptr && i < features; ++i) {
+      result[i] += skips[i] * x[i];
+    }
+    narrow(result, features, out);
+  }
+
+ private:
+  // step(p): of a feature. fade(p, i, left): by what `left` of its numbers from the i-th on decay.
+  template <typename Step, typename Fade>
+  void each(const float* state, float* kept, const Step& step, const Fade& fade) {
     int64_t p = 0;
     for (; features - p >= 4; p += 4) {
       rows<4>(state + p * size, kept + p * size, step, fade, p);
@@ -212,26 +236,21 @@ struct StateSpace {
     for (; p < features; ++p) {
       rows<1>(state + p * size, kept + p * size, step, fade, p);
     }
-    for (int64_t i = 0; i < features; ++i) {
-      result[i] += skip * x[i];
-    }
-    narrow(result, features, out);
   }
 
- private:
-  template <int N>
-  void rows(const float* state, float* kept, float step, float fade, int64_t first) {
-    const Vec faded(fade);
+  template <int N, typename Step, typename Fade>
+  void rows(const float* state, float* kept, const Step& step, const Fade& fade, int64_t first) {
     Vec sums[N], added[N];
     unrolled<N>([&](auto n) {
       sums[n] = Vec(0.f);
-      added[n] = Vec(step * x[first + n]);
+      added[n] = Vec(step(first + n) * x[first + n]);
     });
     int64_t i = 0;
     for (; size - i >= WIDTH; i += WIDTH) {
       const Vec key = Vec::loadu(keys + i), query = Vec::loadu(queries + i);
       unrolled<N>([&](auto n) {
-        const Vec next = at::vec::fmadd(added[n], key, Vec::loadu(state + n * size + i) * faded);
+        const Vec old = Vec::loadu(state + n * size + i) * fade(first + n, i, WIDTH);
+        const Vec next = at::vec::fmadd(added[n], key, old);
         sums[n] = at::vec::fmadd(next, query, sums[n]);
         next.store(kept + n * size + i);
       });
@@ -240,7 +259,8 @@ struct StateSpace {
       const int64_t left = size - i;
       const Vec key = Vec::loadu(keys + i), query = Vec::loadu(queries + i);
       unrolled<N>([&](auto n) {
-        const Vec next = at::vec::fmadd(added[n], key, Vec::loadu(state + n * size + i, left) * faded);
+        const Vec old = Vec::loadu(state + n * size + i, left) * fade(first + n, i, left);
+        const Vec next = at::vec::fmadd(added[n], key, old);
         sums[n] = at::vec::fmadd(Vec::set(Vec(0.f), next, left), query, sums[n]);
         next.store(kept + n * size + i, left);
       });

@@ -1,4 +1,4 @@
-"""Calls of recurrent layers at shapes of Qwen3-Next, Nemotron-H and LFM2, for compile_cuda_kernels.py."""
+"""Calls of recurrent layers at shapes of Qwen3-Next, Nemotron-H, Mamba and LFM2, for compile_cuda_kernels.py."""
 
 from __future__ import annotations
 
@@ -61,6 +61,21 @@ def state_space(rows: int) -> dict[str, Any]:
     }
 
 
+def features(rows: int) -> dict[str, Any]:
+    size, state = 5120, 16
+    return {
+        **state_space(rows),
+        "x": torch.empty(rows, 1, size, dtype=BF16),
+        "dt": torch.empty(rows, 1, size, dtype=BF16),
+        "A": torch.empty(1, size, state),
+        "B": torch.empty(rows, 1, state, dtype=BF16),
+        "C": torch.empty(rows, 1, state, dtype=BF16),
+        "states": torch.empty(rows + 2, size, state),
+        "D": torch.empty(1, size, dtype=BF16),
+        "dt_bias": torch.empty(1, size, dtype=BF16),
+    }
+
+
 def packed(call: dict[str, Any]) -> dict[str, Any]:
     """Return a call with its rows as prompts of four sequences."""
     return {**call, **slots(4), "query_starts": torch.empty(5, dtype=torch.int32)}
@@ -75,7 +90,13 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"{name} of prompts", lambda call=call: gated_delta_rule(**call)  # type: ignore[misc]
     call = packed(state_space(256))
     yield "state space of prompts", lambda call=call: selective_state_update(**call)  # type: ignore[misc]
+    bounded: dict[str, Any] = {"dt_min": 0.001, "bounded": torch.empty(256, dtype=torch.bool)}
+    yield "bounded steps of prompts", lambda call=call: selective_state_update(**call, **bounded)  # type: ignore[misc]
+    call = packed(features(256))
+    yield "features of prompts", lambda call=call: selective_state_update(**call)  # type: ignore[misc]
     for rows in (1, 64):
+        call = features(rows)
+        yield f"features {rows}", lambda call=call: selective_state_update(**call)  # type: ignore[misc]
         call = convolution(rows, 8192, 4, silu=True)
         yield f"convolution {rows}", lambda call=call: causal_conv1d_update(**call)  # type: ignore[misc]
         call = convolution(rows, 2048, 3, silu=False)

@@ -21,7 +21,7 @@ from tests.support import needs_states_in_caches
 OPS = (CAUSAL_CONV1D_UPDATE, GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE)
 CASES = [pytest.param(op, s.name, id=f"{op.name}-{s.name}") for op in OPS for s in every_sample(op)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-PER_ROW = ("x", "query", "key", "value", "decay", "beta", "dt", "B", "C")
+PER_ROW = ("x", "query", "key", "value", "decay", "beta", "dt", "B", "C", "bounded")
 EACH = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
@@ -64,24 +64,48 @@ def delta_rule(call: Call) -> Tensor:
 
 
 def state_space(call: Call) -> Tensor:
+    from transformers.models.mamba.modeling_mamba import mamba_selective_state_update
     from transformers.models.mamba2.modeling_mamba2 import mamba2_selective_state_update
 
-    state, (heads, features, size) = _gathered(call), call["states"].shape[1:]
+    state, (_, heads, features), size = _gathered(call), call["x"].shape, call["B"].shape[2]
+    given, softplus = bounded(call), call["dt_softplus"] and not call.get("dt_min") and not call.get("dt_max")
+    if call["A"].dim() == 3:  # of one head, as Zamba calls it for each of its heads
+        update, outs, group = unwrap(mamba_selective_state_update), [], heads // call["B"].shape[1]
+        for head, own in enumerate(state.view(-1, heads, features, size).unbind(1)):
+            skip, bias = (None if given[name] is None else given[name][head] for name in ("D", "dt_bias"))
+            B, C = call["B"][:, head // group], call["C"][:, head // group]
+            x, dt = call["x"][:, head], given["dt"][:, head]
+            outs.append(update(own, x, dt, call["A"][head], B, C, skip, dt_bias=bias, dt_softplus=softplus))
+        _scattered(call, state)
+        return torch.stack(outs, dim=1)
     spread = {
-        name: None if call[name] is None else call[name][:, None].expand(-1, features) for name in ("D", "dt_bias")
+        name: None if given[name] is None else given[name][:, None].expand(-1, features) for name in ("D", "dt_bias")
     }
     out = unwrap(mamba2_selective_state_update)(
         state,
         call["x"],
-        call["dt"][..., None].expand(-1, -1, features),
+        given["dt"][..., None].expand(-1, -1, features),
         call["A"][:, None, None].expand(heads, features, size),
         call["B"],
         call["C"],
         **spread,
-        dt_softplus=call["dt_softplus"],
+        dt_softplus=softplus,
     )
     _scattered(call, state)
     return out
+
+
+def bounded(call: Call) -> Call:
+    """Return a call with bare steps, bounded as transformers' code for prompts does it, where any are."""
+    least, most = call.get("dt_min") or 0.0, call.get("dt_max") or torch.inf
+    if not least and most == torch.inf:
+        return call
+    step = call["dt"] if call["dt_bias"] is None else call["dt"] + call["dt_bias"].to(call["dt"].dtype)
+    step = torch.nn.functional.softplus(step) if call["dt_softplus"] else step
+    within, rows = torch.clamp(step, min=least, max=most), call.get("bounded")
+    assert (within != step).any() or len(step) == 1
+    shape = -1, *[1] * (step.dim() - 1)
+    return {**call, "dt": within if rows is None else torch.where(rows.view(shape), within, step), "dt_bias": None}
 
 
 def along(step: Callable[[Call], Tensor], call: Call) -> Tensor:
@@ -94,7 +118,7 @@ def along(step: Callable[[Call], Tensor], call: Call) -> Tensor:
         call["states"][kept[i]] = call["states"][slots[i]]
         own = {"slots": kept[i : i + 1], "kept": None, "query_starts": None}
         for row in range(first, last):
-            rows = {name: call[name][row : row + 1] for name in PER_ROW if name in call}
+            rows = {name: call[name][row : row + 1] for name in PER_ROW if call.get(name) is not None}
             found[row] = step({**call, **rows, **own})[0]
     return found
 
@@ -135,7 +159,7 @@ def judged(op: CanonicalOp, call: Call) -> None:
 def test_each_sample_agrees_with_transformers(op: CanonicalOp, name: str, dtype: torch.dtype) -> None:
     needs_states_in_caches()
     call = sample(op, name, dtype)
-    if call.get("scale", call["states"].shape[-2] ** -0.5) == call["states"].shape[-2] ** -0.5:
+    if "scale" not in call or call["scale"] == call["states"].shape[-2] ** -0.5:
         judged(op, call)
 
 
@@ -232,6 +256,11 @@ NEAR_MISSES: dict[str, tuple[CanonicalOp, Call, str]] = {
     "a negative eps": (GATED_DELTA_RULE, {"norm_eps": -1.0}, "norm_eps must be positive"),
     "groups no divisor": (SELECTIVE_STATE_UPDATE, {n: torch.ones(5, 3, 16) for n in "BC"}, "no multiple of 3 groups"),
     "steps of features": (SELECTIVE_STATE_UPDATE, {"dt": torch.ones(5, 4, 8)}, r"dt must have shape \(5, 4\)"),
+    "A of states alone": (SELECTIVE_STATE_UPDATE, {"A": torch.ones(4, 16)}, "A must have 1 or 3 dimensions, not 2"),
+    "steps of heads": (SELECTIVE_STATE_UPDATE, {"A": torch.ones(4, 8, 16)}, r"dt must have shape \(5, 4, 8\)"),
+    "merged states": (SELECTIVE_STATE_UPDATE, {"states": torch.ones(12, 32, 16)}, r"states must be \(M, 4, 8, 16\)"),
+    "a negative bound": (SELECTIVE_STATE_UPDATE, {"dt_min": -1.0}, "dt_min -1.0 and dt_max 0.0 must be positive"),
+    "bounds by number": (SELECTIVE_STATE_UPDATE, {"bounded": torch.ones(5)}, "bounded must be torch.bool"),
     "integers": (SELECTIVE_STATE_UPDATE, {"A": torch.ones(4, dtype=torch.int64)}, "A must be floating-point"),
 }
 

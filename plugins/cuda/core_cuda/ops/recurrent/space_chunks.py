@@ -14,7 +14,16 @@ from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent import chunks
 from core_cuda.ops.recurrent.chunks import CHUNK, PRECISION, decays_between, decays_to_end
-from core_cuda.ops.recurrent.states import exponential, num_sequences, places, results, rows_of, slot_of, softplus
+from core_cuda.ops.recurrent.states import (
+    exponential,
+    num_sequences,
+    places,
+    results,
+    rows_of,
+    slot_of,
+    softplus,
+    within,
+)
 
 MAX_STATE = 128
 """Numbers of state of a feature at most: a program holds them for a chunk."""
@@ -24,17 +33,18 @@ _FEATURES = 32
 
 @triton.jit
 def _chunks_kernel(
-    x, dt, A, B, C, states, D, dt_bias, slots, kept, query_starts, out, x_row, x_head, dt_row, dt_head, B_row, B_group,
-    C_row, C_group, A_head, D_head, bias_head, state_slot, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    x, dt, A, B, C, states, D, dt_bias, bounded, slots, kept, query_starts, out, x_row, x_head, dt_row, dt_head, B_row,
+    B_group, C_row, C_group, A_head, D_head, bias_head, state_slot, HEADS: tl.constexpr, GROUP: tl.constexpr,
     FEATURES: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_STATE: tl.constexpr,
-    SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    SOFTPLUS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK features of one head of one sequence, with their STATE numbers of state each."""
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
     sequence = tl.program_id(0) // (blocks * HEADS)
     head = tl.program_id(0) // blocks % HEADS
     features = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    numbers, within = tl.arange(0, BLOCK_STATE), tl.arange(0, CHUNK)
+    numbers, each = tl.arange(0, BLOCK_STATE), tl.arange(0, CHUNK)
     shown, own = features < FEATURES, numbers < STATE
     offsets = head * (FEATURES * STATE) + features[:, None] * STATE + numbers[None, :]
     mask = shown[:, None] & own[None, :]
@@ -45,7 +55,7 @@ def _chunks_kernel(
     state = tl.load(states + slot_of(slots, sequence) * state_slot + offsets, mask=mask, other=0.0).to(tl.float32)
     rate = tl.load(A + head * A_head).to(tl.float32)
     for first in range(begin, last, CHUNK):
-        rows = first + within
+        rows = first + each
         real = rows < last
         wide, shown_rows = real[:, None] & own[None, :], real[:, None] & shown[None, :]
         keys = tl.load(B + rows[:, None] * B_row + at * B_group + numbers, mask=wide, other=0.0).to(tl.float32)
@@ -57,7 +67,7 @@ def _chunks_kernel(
             step += tl.load(dt_bias + head * bias_head).to(tl.float32)
         if SOFTPLUS:
             step = softplus(step)
-        step = tl.where(real, step, 0.0)
+        step = tl.where(real, within(step, bounded, rows, real, LEAST, MOST), 0.0)
         logs, added = step * rate, token * step[:, None]
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * decays_between(logs, CHUNK)
         result = tl.dot(scores, added, input_precision=PRECISION)
@@ -86,6 +96,9 @@ def in_chunks(
     D: Tensor | None,
     dt_bias: Tensor | None,
     dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+    bounded: Tensor | None,
     slots: Tensor | None,
     kept: Tensor | None,
     query_starts: Tensor,
@@ -94,7 +107,7 @@ def in_chunks(
     rows, heads, features = x.shape
     count, out = num_sequences(rows, query_starts), results(x, query_starts)
     block = min(_FEATURES, chunks.block_of(features))
-    given = x, dt, A, B, C, states, D, dt_bias, *places(slots, kept), query_starts.contiguous(), out
+    given = x, dt, A, B, C, states, D, dt_bias, bounded, *places(slots, kept), query_starts.contiguous(), out
     strides = (*x.stride()[:2], *dt.stride(), *B.stride()[:2], *C.stride()[:2], A.stride(0))
     skips = 0 if D is None else D.stride(0), 0 if dt_bias is None else dt_bias.stride(0)
     launching.launch(
@@ -111,6 +124,8 @@ def in_chunks(
         BLOCK=block,
         BLOCK_STATE=chunks.block_of(B.shape[2]),
         SOFTPLUS=dt_softplus,
+        LEAST=dt_min,
+        MOST=dt_max,
         CHUNK=CHUNK,
         # On an H100 states of fp32 came to 1.3 times the numeric criterion's bound by products of three parts.
         PRECISION="ieee" if x.dtype == torch.float32 else PRECISION,

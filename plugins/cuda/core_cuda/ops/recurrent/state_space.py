@@ -1,4 +1,8 @@
-"""`core::selective_state_update` in one launch: a program moves some features of a head's state on, in registers."""
+"""`core::selective_state_update` in one launch: a program moves some features of a head's state on, in registers.
+
+Here are single tokens of Mamba 2's form, and few or wide ones of prompts; space_chunks.py has prompts, and
+feature_space.py the form of Mamba.
+"""
 
 # Triton reads annotations of kernels as types of its own
 
@@ -12,7 +16,7 @@ from core.common.ops.implementation import OpCall
 from core.common.ops.recurrent import SELECTIVE_STATE_UPDATE
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
-from core_cuda.ops.recurrent import space_chunks
+from core_cuda.ops.recurrent import feature_space, space_chunks
 from core_cuda.ops.recurrent import states as common
 from core_cuda.ops.recurrent.states import (
     block_of,
@@ -24,6 +28,7 @@ from core_cuda.ops.recurrent.states import (
     rows_of,
     slot_of,
     softplus,
+    within,
 )
 from core_cuda.ops.registration import kernel_of
 
@@ -41,10 +46,10 @@ def why_not(call: OpCall) -> str | None:
 
 @triton.jit
 def _state_space_kernel(
-    x, dt, A, B, C, states, D, dt_bias, slots, kept, query_starts, out, x_row, x_head, dt_row, dt_head, B_row, B_group,
-    C_row, C_group, A_head, D_head, bias_head, state_slot, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    x, dt, A, B, C, states, D, dt_bias, bounded, slots, kept, query_starts, out, x_row, x_head, dt_row, dt_head, B_row,
+    B_group, C_row, C_group, A_head, D_head, bias_head, state_slot, HEADS: tl.constexpr, GROUP: tl.constexpr,
     FEATURES: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_STATE: tl.constexpr,
-    SOFTPLUS: tl.constexpr, OVERLAP: tl.constexpr,
+    SOFTPLUS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK features of one head of one sequence, with their STATE numbers of state each, token by token."""
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
@@ -68,6 +73,7 @@ def _state_space_kernel(
             step += tl.load(dt_bias + head * bias_head).to(tl.float32)
         if SOFTPLUS:
             step = softplus(step)
+        step = within(step, bounded, row, row < last, LEAST, MOST)
         state *= exponential(step * tl.load(A + head * A_head).to(tl.float32))
         state += (step * token)[:, None] * keys[None, :]
         result = tl.sum(state * queries[None, :], 1)
@@ -88,6 +94,9 @@ def selective_state_update(
     D: Tensor | None,
     dt_bias: Tensor | None,
     dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+    bounded: Tensor | None,
     slots: Tensor | None,
     kept: Tensor | None,
     query_starts: Tensor | None,
@@ -96,8 +105,11 @@ def selective_state_update(
     rows, heads, features = x.shape
     count = num_sequences(rows, query_starts)
     x, B, C = in_rows(x), in_rows(B), in_rows(C)
+    bounded = None if bounded is None else bounded.contiguous()
+    given = x, dt, A, B, C, states, D, dt_bias, dt_softplus, dt_min, dt_max, bounded, slots, kept
+    if A.dim() == 3:
+        return feature_space.along_features(*given, query_starts)
     if query_starts is not None and space_chunks.takes(B):
-        given = x, dt, A, B, C, states, D, dt_bias, dt_softplus, slots, kept
         return space_chunks.in_chunks(*given, query_starts)
     out = results(x, query_starts)
     size = B.shape[2]
@@ -114,6 +126,7 @@ def selective_state_update(
         states,
         D,
         dt_bias,
+        bounded,
         *places(slots, kept),
         None if query_starts is None else query_starts.contiguous(),
         out,
@@ -132,6 +145,8 @@ def selective_state_update(
         BLOCK=block,
         BLOCK_STATE=block_state,
         SOFTPLUS=dt_softplus,
+        LEAST=dt_min,
+        MOST=dt_max,
         num_warps=4,
     )
     return out

@@ -97,6 +97,19 @@ def exponential(x):
 
 
 @triton.jit
+def within(step, bounded, rows, mask, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """Return steps of rows in their bounds, 0 for none: of all rows, or of those that `bounded` names."""
+    found = step
+    if LEAST > 0:
+        found = tl.maximum(found, LEAST, propagate_nan=tl.PropagateNan.ALL)
+    if MOST > 0:
+        found = tl.minimum(found, MOST, propagate_nan=tl.PropagateNan.ALL)
+    if bounded is not None and (LEAST > 0 or MOST > 0):
+        found = tl.where(tl.load(bounded + rows, mask=mask, other=0) != 0, found, step)
+    return found
+
+
+@triton.jit
 def softplus(x):
     """Return log(1 + exp(x)) nearly rounded."""
     # log(1 + u) of u up to 1 is 2 atanh(z). The logarithm of the hardware is exact to so many bits behind the point
