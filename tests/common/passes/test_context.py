@@ -178,6 +178,20 @@ def test_a_write_to_a_copy_is_none_to_its_source(copy: Callable[[Tensor], Tensor
     assert find_writes(module).writers(*module.graph.find_nodes(op="placeholder")) == ()
 
 
+def test_what_a_canonical_op_returns_is_no_view_of_what_it_writes() -> None:
+    """Else an op that reads the result could not take in a node before the op: a write would lie between."""
+    from core.common.ops.recurrent import CAUSAL_CONV1D_UPDATE
+
+    def model(x: Tensor, states: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = CAUSAL_CONV1D_UPDATE.overload(x, states + 0, weight)
+        return out + 1
+
+    module = traced(model, torch.ones(2, 4), torch.ones(2, 4, 3), torch.ones(4, 3))
+    (call,) = calls(module, CAUSAL_CONV1D_UPDATE.overload)
+    writes = find_writes(module)
+    assert writes.writers(call) == () and writes.written[call]
+
+
 def test_views_are_known_after_aotautograd_too() -> None:
     module = to_aten(lambda x: x.view(-1).sin().t().cos(), X)
     (view,) = calls(module, torch.ops.aten.view.default)

@@ -94,11 +94,8 @@ def test_a_model_with_recurrent_states_has_paged_graphs() -> None:
     assert "keep_token_states" in targets["prefill"]
 
 
-def test_a_model_that_drops_states_of_prompts_has_paged_graphs_of_decode_alone() -> None:
+def test_a_model_that_drops_states_of_prompts_has_paged_graphs_of_both_phases() -> None:
     needs_states_in_caches()
     model = build_model(tiny_config("mamba"), torch_device=torch.device("cpu"), dtype=torch.float32)
-    with (
-        refused(UsageError, "steps with prompts run eagerly"),
-        engine_graphs(model, select_device("cpu"), cache="paged"),
-    ):
-        pass
+    with engine_graphs(model, select_device("cpu"), cache="paged") as graphs:
+        assert {graph.phase for graph in graphs} == {"prefill", "decode"}

@@ -33,7 +33,7 @@ STARTS, NUM_TOKENS, HEADS, KEYS, VALUES = torch.tensor([0, 5, 5, 22, 23], dtype=
 SLOTS, KEPT = torch.tensor([0, 3, 4, 0]), torch.tensor([2, 3, 4, 1])
 PASSES = (REMOVE_NO_OPS, LIFT_CAUSAL_CONV1D, LIFT_GATED_DELTA_RULE, LIFT_SELECTIVE_STATE_UPDATE)
 TAPS = draw(24, 1, 4)
-RATES, BIAS = draw(HEADS, seed=1), draw(HEADS, seed=2)
+RATES, BIAS, BY_STATE = draw(HEADS, seed=1), draw(HEADS, seed=2), draw(HEADS, KEYS, seed=1)
 Step = Callable[..., tuple[Tensor, Tensor]]
 """Takes the states of a batch of tokens; returns results and new states."""
 
@@ -71,6 +71,14 @@ def state_space(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> t
     return update(state, x, steps, rates, b, c, skip, z=None, dt_bias=bias, dt_softplus=True) * 2, state
 
 
+def scan(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    from transformers.models.mamba.modeling_mamba import mamba_selective_state_update
+
+    skip, bias, rates = RATES.to(x.dtype), BIAS.float(), -torch.exp(BY_STATE.float())
+    update = unwrap(mamba_selective_state_update)
+    return update(state, x, dt, rates, b, c, skip, dt_bias=bias, dt_softplus=True) * 2, state
+
+
 def inputs(step: Step, dtype: torch.dtype) -> dict[str, Tensor]:
     if step is convolution:
         return {"x": draw(NUM_TOKENS, 1, 24, dtype=dtype, seed=3)}
@@ -83,6 +91,9 @@ def inputs(step: Step, dtype: torch.dtype) -> dict[str, Tensor]:
             "value": draw(NUM_TOKENS, 1, HEADS, VALUES, dtype=dtype, seed=5),
             "a": draw(NUM_TOKENS, 1, HEADS, dtype=dtype, seed=6),
         }
+    if step is scan:
+        sizes = {"x": HEADS, "dt": HEADS, "b": KEYS, "c": KEYS}
+        return {name: draw(NUM_TOKENS, size, dtype=dtype, seed=3 + i) for i, (name, size) in enumerate(sizes.items())}
     return {
         "x": draw(NUM_TOKENS, HEADS, VALUES, dtype=dtype, seed=3),
         "dt": draw(NUM_TOKENS, 1, HEADS, dtype=dtype, seed=4),
@@ -92,14 +103,24 @@ def inputs(step: Step, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def states_of(step: Step, dtype: torch.dtype) -> Tensor:
-    shape = {convolution: (24, 4), delta_rule: (HEADS, KEYS, VALUES), state_space: (HEADS, VALUES, KEYS)}[step]
+    shapes: dict[Any, tuple[int, ...]] = {convolution: (24, 4), delta_rule: (HEADS, KEYS, VALUES), scan: (HEADS, KEYS)}
+    shape = shapes.get(step, (HEADS, VALUES, KEYS))
     states = draw(6, *shape, dtype=dtype if step is convolution else torch.float32, seed=9)
     states[0] = 0
     return states
 
 
-CASES = [(convolution, CAUSAL_CONV1D_UPDATE), (delta_rule, GATED_DELTA_RULE), (state_space, SELECTIVE_STATE_UPDATE)]
-EACH = pytest.mark.parametrize(("step", "op"), CASES, ids=[op.name for _, op in CASES])
+CASES = [
+    (convolution, CAUSAL_CONV1D_UPDATE),
+    (delta_rule, GATED_DELTA_RULE),
+    (state_space, SELECTIVE_STATE_UPDATE),
+    (scan, SELECTIVE_STATE_UPDATE),
+]
+EACH = pytest.mark.parametrize(("step", "op"), CASES, ids=[step.__name__ for step, _ in CASES])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+BOUNDED = torch.arange(NUM_TOKENS) % 3 > 0
+"""Tokens of prompts, in a step that has others."""
+BOUNDS = (0.4, 0.9)
 
 
 @pytest.fixture(autouse=True)
@@ -107,14 +128,25 @@ def states_in_caches() -> None:
     needs_states_in_caches()
 
 
-def traced(step: Step, states: Tensor, given: dict[str, Tensor], written_by: Tensor = STARTS) -> Any:
-    def whole(starts: Tensor, slots: Tensor, kept: Tensor, other: Tensor, **rest: Tensor) -> Tensor:
-        state = tokens.READ(states, slots, starts, next(iter(rest.values())).shape[0])
+def traced(
+    step: Step,
+    states: Tensor,
+    given: dict[str, Tensor],
+    written_by: Tensor = STARTS,
+    bounds: tuple[float, float] | None = None,
+) -> Any:
+    def whole(
+        starts: Tensor, slots: Tensor, kept: Tensor, other: Tensor, bounded: Tensor | None = None, **rest: Tensor
+    ) -> Tensor:
+        stated = () if bounds is None else (bounded, *bounds)
+        rows = next(iter(rest.values())) if bounded is None else bounded
+        state = tokens.READ(states, slots, starts, rows.shape[0], *stated)
         out, new = step(state, **rest)
         tokens.WRITTEN(states, new.to(states.dtype), kept, starts if written_by is STARTS else other)
         return out
 
     places = {"starts": STARTS.clone(), "slots": SLOTS, "kept": KEPT, "other": STARTS.clone()}
+    given = given if bounds is None else {"bounded": BOUNDED, **given}
     return trace(whole, {**places, **given}, dynamic={name: [0] for name in given})
 
 
@@ -135,7 +167,7 @@ def one_by_one(step: Step, states: Tensor, given: dict[str, Tensor]) -> tuple[Te
 
 
 @EACH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 def test_steps_along_sequences_become_one_op_with_their_numbers(step: Step, op: Any, dtype: torch.dtype) -> None:
     given, states = inputs(step, dtype), states_of(step, dtype)
     graph = traced(step, states, given)
@@ -167,3 +199,75 @@ def test_states_that_go_by_other_sequences_stay_stated(step: Step, op: Any) -> N
     with pytest.raises(TraceError, match="keeps a state along the tokens of a sequence") as found:
         check_runnable("prefill", graph.module)
     assert found.value.states_recurrence
+
+
+@DTYPES
+@pytest.mark.parametrize("step", [state_space, scan], ids=lambda step: step.__name__)
+def test_bounds_that_are_stated_with_the_states_are_the_ops(step: Step, dtype: torch.dtype) -> None:
+    """Of the tokens of prompts alone; more than half of all steps are beyond them."""
+    given, states = inputs(step, dtype), states_of(step, dtype)
+    graph = traced(step, states, given, bounds=BOUNDS)
+    places = {"starts": STARTS, "slots": SLOTS, "kept": KEPT, "other": STARTS, "bounded": BOUNDED}
+    values = graph.values({**places, **given})
+    assert sum(report.matched for name, report in lifted(graph.module).items() if name.startswith("lift_")) == 1
+    after: Run = run_graph(graph.module, values)
+    exact: Run = run_graph(graph.module, values, fp64=True)
+    eager, moved = one_by_one(step, states.clone(), within(step, given))
+    used = torch.tensor([2, 3, 4])
+    found = after.results[0], after.results[1][used]
+    for one, other, true in zip(found, (eager, moved[used]), (exact.results[0], exact.results[1][used]), strict=True):
+        verdict = judge(one, other, true)
+        assert verdict.passed, verdict
+    free = one_by_one(step, states.clone(), given)[0]
+    assert (free - after.results[0]).abs().max() > 0.1, "a bound that is forgotten would not show"
+
+
+def within(step: Step, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return inputs whose steps, behind bias and softplus, are those of `given` in their bounds, in some rows."""
+    dt = given["dt"].double()
+    bias = BIAS.double()
+    steps = torch.nn.functional.softplus(dt + bias).clamp(*BOUNDS)
+    inverse = (steps.expm1().log() - bias).to(given["dt"].dtype)
+    return {**given, "dt": torch.where(BOUNDED.view(-1, *[1] * (dt.dim() - 1)), inverse, given["dt"])}
+
+
+def test_an_op_that_knows_no_bounds_is_not_lifted_from_states_that_have_some() -> None:
+    graph = traced(
+        convolution, states_of(convolution, torch.float32), inputs(convolution, torch.float32), bounds=BOUNDS
+    )
+    misses = [miss.reason for each in lifted(graph.module).values() for miss in each.near_misses]
+    assert any("has bounds of steps, and the op knows none" in reason for reason in misses)
+
+
+def by_transposed_states(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Decay by a rate of each number of state alone, in every feature the same."""
+    decay = torch.exp(dt[..., None] * -BY_STATE[0].exp())
+    new = state * decay + dt[..., None] * b[:, None] * x[..., None]
+    return torch.matmul(new, c[..., None]).squeeze(-1), new
+
+
+def by_other_steps(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Decay by one step, add by another."""
+    decay = torch.exp(dt[..., None] * -BY_STATE.exp())
+    new = state * decay + (dt * 2)[..., None] * b[:, None] * x[..., None]
+    return torch.matmul(new, c[..., None]).squeeze(-1), new
+
+
+def summed(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Show the state without a product."""
+    new = state * torch.exp(dt[..., None] * -BY_STATE.exp()) + dt[..., None] * b[:, None] * x[..., None]
+    return (new * c[:, None]).sum(-1), new
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (by_transposed_states, "is not a step of each feature times one number of each of its states"),
+        (by_other_steps, "is not the product of step, B and x"),
+        (summed, "is not multiplied with C"),
+    ],
+)
+def test_what_resembles_a_state_space_of_features_stays(step: Step, reason: str) -> None:
+    graph = traced(step, states_of(scan, torch.float32), inputs(scan, torch.float32))
+    misses = [miss.reason for each in lifted(graph.module).values() for miss in each.near_misses]
+    assert any(reason in miss for miss in misses), misses

@@ -125,6 +125,31 @@ def test_faults_of_prompts_alone_are_rejected(op: CanonicalOp, fault: Callable[[
     assert not reasons[f"{long_states.NUM_STEPS}-steps"]
 
 
+def no_bounds(call: dict[str, Any]) -> None:
+    call |= {"dt_min": 0.0, "dt_max": 0.0}
+
+
+def bounds_of_all(call: dict[str, Any]) -> None:
+    call["bounded"] = None
+
+
+def other_rows(call: dict[str, Any]) -> None:
+    call["bounded"] = None if call["bounded"] is None else call["bounded"].roll(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [no_bounds, bounds_of_all, other_rows])
+def test_faults_of_bounds_are_rejected(fault: Callable[[dict[str, Any]], None]) -> None:
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        call = named(SELECTIVE_STATE_UPDATE, args, kwargs)
+        fault(call)
+        out: Tensor = SELECTIVE_STATE_UPDATE.reference(**call)
+        return out
+
+    reasons = on(SELECTIVE_STATE_UPDATE, kernel)
+    assert any("bounded" in reason for reason in reasons["float32"]), reasons
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_an_honest_implementation_passes(op: CanonicalOp) -> None:
