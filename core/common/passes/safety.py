@@ -127,9 +127,12 @@ class _Checked:
                 raise Refused(self.site.anchor, reason)
 
     def _place(self) -> fx.Node:
-        """Return the node before which the new op goes: the anchor, or an earlier use of another output."""
+        """Return the node before which the new op goes: the anchor, or an earlier use of another output; the first use,
+        where the anchor is memory that is there before what it is filled with."""
         outside = [user for node in self.site.replaced for user in node.users if user not in self.interior]
-        before = min([self.site.anchor, *outside], key=self.order.__getitem__)
+        anchor = self.site.anchor
+        filled = any(writer in self.interior for writer in self.writes.writers(anchor))
+        before = min(outside if filled and outside else [anchor, *outside], key=self.order.__getitem__)
         for node in self.inputs:
             if self.order[node] >= self.order[before]:
                 raise Refused(node, f"input {node.name} is computed after {before.name}, which needs the result")

@@ -253,6 +253,30 @@ def test_a_replacement_may_give_its_input() -> None:
     assert all(MADE_BY not in node.meta for node in module.graph.nodes)
 
 
+@pytest.mark.parametrize("read_early", [False, True])
+def test_memory_that_is_filled_is_replaced_where_nothing_reads_it_before(read_early: bool) -> None:
+    def model(x: Tensor) -> Tensor:
+        buffer = torch.zeros_like(x)
+        early = buffer * 2 if read_early else x
+        filled = x.sin()
+        buffer.copy_(filled)
+        return buffer + early
+
+    def find(_: PassContext, node: fx.Node) -> Site | None:
+        if node.target != "copy_":
+            return None
+        buffer, filled = node.args
+        assert isinstance(buffer, fx.Node) and isinstance(filled, fx.Node)
+        return Site(anchor=buffer, target=torch.mul, args=(filled, 1), interior=(buffer, node))
+
+    module = traced(model, X)
+    if read_early:
+        assert "is computed after" in the_miss(fused(module, find)).reason
+    else:
+        assert fused(module, find).matched == 1
+        assert torch.equal(module(X)[0], X.sin() + X)
+
+
 def test_an_input_computed_too_late_is_a_near_miss() -> None:
     def find(context: PassContext, node: fx.Node) -> Site | None:
         site = doubled()(context, node)

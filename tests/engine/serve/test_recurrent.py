@@ -50,8 +50,8 @@ TYPES = (
     "zamba2",
     "zaya",
 )
-EAGER_PROMPTS = {"bailing_hybrid", "kimi_linear", "zamba", "zaya"}
-"""Models of which a layer computes what no op stands for; Kimi's is lifted in half precision only."""
+EAGER_PROMPTS = {"zamba", "zaya"}
+"""Models of which a layer computes what no op stands for."""
 NUM_REQUESTS = 20
 MAX_LEN = 64
 # Room for little more than one sequence of the longest context, and prompts of up to three chunks.

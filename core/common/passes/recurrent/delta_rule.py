@@ -224,7 +224,7 @@ def _result(total: fx.Node) -> tuple[fx.Node, _Places]:
             break
         end = after
     held = seen(end, exact=False, ends=(start,))
-    if held is None or held.node is not start or (writers and end is start):
+    if held is None or held.node is not start:
         raise Refused(end, f"{end} is read before it is whole")
     places = _dims_of(index, start)
     kept = [None if axis is None else places[axis] for axis in held.axes]

@@ -24,6 +24,7 @@ from tests.support import cpu, needs_states_in_caches
 
 CONVOLUTION, DELTA, SPACE = "causal_conv1d_update", "gated_delta_rule", "selective_state_update"
 TYPES = {
+    "bailing_hybrid": DELTA,
     "bamba": SPACE,
     "falcon_h1": SPACE,
     "falcon_mamba": SPACE,
@@ -42,6 +43,8 @@ TYPES = {
     "zamba2": SPACE,
 }
 """By type the op of its recurrent states; all have convolutions besides."""
+IN_FP32 = ("bailing_hybrid",)
+"""Types in fp32, where what follows their delta rule reads the memory that it fills."""
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -49,7 +52,8 @@ TYPES = {
 def test_each_state_of_a_model_has_its_op(model_type: str, phase: str) -> None:
     needs_states_in_caches()
     torch.manual_seed(0)
-    loaded = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=torch.bfloat16)
+    dtype = torch.float32 if model_type in IN_FP32 else torch.bfloat16
+    loaded = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=dtype)
     layers = inspect_recurrence(loaded.model).layers.values()
     states = Counter(state.key[0] for layer in layers for state in layer.states)
     wanted = {CONVOLUTION: states["conv"], TYPES[model_type]: states["recurrent"] if TYPES[model_type] else 0}
