@@ -16,6 +16,7 @@ from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent.states import (
     block_of,
+    exponential,
     num_sequences,
     places,
     results,
@@ -74,7 +75,7 @@ def _features_kernel(
         if SOFTPLUS:
             step = softplus(step)
         step = tl.where(seen, within(step, bounded, rows[:, None], real[:, None], LEAST, MOST), 0.0)
-        decays = tl.exp(step[:, :, None] * rates[None, :, :])  # (TOKENS, BLOCK, BLOCK_STATE)
+        decays = exponential(step[:, :, None] * rates[None, :, :])  # (TOKENS, BLOCK, BLOCK_STATE)
         moved = (step * token)[:, :, None] * keys[:, None, :]
         moved = tl.where((each == 0)[:, None, None], decays * state[None, :, :] + moved, moved)
         if TOKENS > 1:
