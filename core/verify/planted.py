@@ -173,6 +173,13 @@ MISTAKES: tuple[Mistake, ...] = (
         argument("selective_state_update", "dt_softplus", operator.not_),
     ),
     _mistake("merged-slices", "merge_linears", "two results of a merged linear swapped", swapped_slices),
+    _mistake("lora-slices", "merge_lora", "what adapters add to two layers swapped", swapped_slices),
+    _mistake(
+        "lora-slots",
+        "merge_lora",
+        "each row has the adapter of another",
+        argument("add_lora", "slots", other_rows),
+    ),
     _mistake(
         "gate-up-half",
         "fuse_gate_up",

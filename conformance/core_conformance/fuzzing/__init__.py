@@ -29,6 +29,7 @@ CALLS: Mapping[str, Callable[[Source], dict[str, Any]]] = MappingProxyType(
         "core::rotary_table": pointwise.rotary_table,
         "core::linear": layers.linear,
         "core::gated_linear": layers.gated_linear,
+        "core::add_lora": layers.add_lora,
         "core::moe_route": quantized.moe_route,
         "core::grouped_mlp": quantized.grouped_mlp,
         "core::quantize": quantized.quantize,

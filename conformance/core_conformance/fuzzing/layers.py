@@ -65,6 +65,23 @@ def gated_linear(source: Source) -> dict[str, Any]:
     }
 
 
+def add_lora(source: Source) -> dict[str, Any]:
+    """Draw a call of core::add_lora: one layer or several, rows of any slot, of none, and of numbers of no slot."""
+    leading, width = source.shape(), source.one_of(*WIDTHS)
+    sizes = [source.one_of(*WIDTHS) for _ in range(source.integer(1, 3))]
+    num_slots, rank = source.integer(1, 4), source.integer(1, 20)
+    numbers = source.dense(torch.Size(leading).numel(), dtype=torch.float64, scale=2.0)
+    return {
+        "base": source.tensor(*leading, sum(sizes)),
+        "x": source.tensor(*leading, width),
+        "a": source.tensor(len(sizes) * num_slots * rank, width, scale=width**-0.5),
+        "b": source.tensor(sum(sizes), num_slots * rank, scale=rank**-0.5),
+        "slots": numbers.round().to(torch.int64),
+        "rank": rank,
+        "sizes": sizes,
+    }
+
+
 def _linear(source: Source, outputs: int, width: int = 0) -> dict[str, Any]:
     width = width or source.one_of(*WIDTHS)
     weight: Tensor = source.tensor(outputs, width, scale=width**-0.5)

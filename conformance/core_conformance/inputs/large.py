@@ -176,6 +176,7 @@ LARGE: Mapping[str, Calls] = MappingProxyType(
             "rotary_table": rotary_table,
             "linear": linears.linear,
             "gated_linear": linears.gated_linear,
+            "add_lora": linears.lora,
             "moe_route": moe_route,
             "grouped_mlp": grouped_mlp,
             "quantize": quantize,
@@ -208,7 +209,7 @@ NON_FINITE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "argmax": ("logits",),
         **dict.fromkeys(("rotary", "qk_norm_rotary"), ("query", "key")),
         **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "rotary_single"), ("x",)),
-        **dict.fromkeys(("linear", "gated_linear", "grouped_mlp"), ("x",)),
+        **dict.fromkeys(("linear", "gated_linear", "add_lora", "grouped_mlp"), ("x",)),
         **dict.fromkeys(("all_reduce", "reduce_scatter", "all_gather", "local_shard"), ("x",)),
         **dict.fromkeys(("all_reduce_rms_norm", "all_reduce_add_rms_norm"), ("x",)),
     }

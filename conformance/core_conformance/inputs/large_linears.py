@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core.common.ops.arguments import Draw, at_least_fp32
 from core.common.ops.declaration import Sample
+from core.common.ops.linear.lora import lora_call
 
 
 def linear(draw: Draw) -> Iterator[Sample]:
@@ -130,6 +131,33 @@ def _codes(draw: Draw, code: torch.dtype, *shape: int) -> Tensor:
 
 def _scale(draw: Draw, *shape: int) -> Tensor:
     return draw(*shape, scale=0.002, shift=0.01, dtype=at_least_fp32(draw.dtype))
+
+
+def lora(draw: Draw) -> Iterator[Sample]:
+    """Yield adapters of rank 16 on 1024 in, on one layer and on three, for several rows and for one."""
+    yield _adapted(draw, 9, 1024, (96,), 4, 16)
+    yield _adapted(draw, 1, 1024, (64, 32, 32), 4, 16)
+    yield _adapted(draw, 70, 1024, (48, 48), 4, 16)
+
+
+def lora_sizes(draw: Draw) -> Iterator[Sample]:
+    """Yield rows, widths, results and ranks past usual tiles, in each of which the last tile is not full."""
+    yield _adapted(draw, 129, 1000, (257,), 9, 8)
+    yield _adapted(draw, 65, 1001, (130, 66), 2, 33)
+    yield _adapted(draw, 33, 4096, (66,), 3, 64)
+    yield _adapted(draw, 300, 520, (70, 20, 20, 10, 30), 4, 16)
+
+
+def lora_wide(draw: Draw) -> Iterator[Sample]:
+    """Yield rows past 8,192, results past 8,192, and more than 2**20 results."""
+    for rows, width, outputs in ((3, 8704, 40), (3, 40, 8704), (65, 24, 16_512)):
+        yield _adapted(draw, rows, width, (outputs,), 2, 4)
+
+
+def _adapted(draw: Draw, rows: int, width: int, sizes: tuple[int, ...], num_slots: int, rank: int) -> Sample:
+    call = lora_call(draw, (rows,), width, sizes, num_slots=num_slots, rank=rank)
+    outputs = " and ".join(map(str, sizes))
+    return Sample(name=f"{rows} rows of {width}, {outputs} out, {num_slots} of rank {rank}", kwargs=call)
 
 
 def quantize_fp4(draw: Draw) -> Iterator[Sample]:

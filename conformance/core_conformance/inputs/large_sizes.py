@@ -124,6 +124,7 @@ SIZES: Mapping[str, Calls] = MappingProxyType(
             "rotary_table": rotary_table,
             "linear": linears.linear_sizes,
             "gated_linear": linears.gated_linear_sizes,
+            "add_lora": linears.lora_sizes,
             "moe_route": moe_route,
             "grouped_mlp": grouped_mlp,
             "quantize": quantize,

@@ -20,7 +20,7 @@ from core_conformance.inputs import large_recurrent as recurrent
 from core_conformance.inputs.large import head_tables, heads
 from core_conformance.inputs.large_attention import dense_attention_far, paged_attention_far
 from core_conformance.inputs.large_derived import Calls, changed, with_derived
-from core_conformance.inputs.large_linears import of_experts, quantised_weights
+from core_conformance.inputs.large_linears import lora_wide, of_experts, quantised_weights
 
 SHAPES = ((5, 8704), (65, 16_512))
 """Rows and width: past 8,192 columns; past 16,384 columns and 2**20 elements. Groups of 128 fit, no tile of 1,024."""
@@ -176,6 +176,7 @@ WIDE: Mapping[str, Calls] = MappingProxyType(
             "rotary_table": rotary_table,
             "linear": linear,
             "gated_linear": gated_linear,
+            "add_lora": lora_wide,
             "moe_route": moe_route,
             "grouped_mlp": grouped_mlp,
             "quantize": quantize,

@@ -20,7 +20,7 @@ from core.common.ops.collective import (
     REDUCE_SCATTER,
 )
 from core.common.ops.declaration import CanonicalOp
-from core.common.ops.linear import GATED_LINEAR, LINEAR, WEIGHT_ONLY_LINEAR
+from core.common.ops.linear import ADD_LORA, GATED_LINEAR, LINEAR, WEIGHT_ONLY_LINEAR
 from core.common.ops.mlp import GATED_ACTIVATION, GATED_ACTIVATION_FUSED, GATED_ACTIVATION_QUANTIZE
 from core.common.ops.moe import GROUPED_MLP, MOE_ROUTE, QUANTIZED_GROUPED_LINEAR
 from core.common.ops.norm import ADD_RMS_NORM, ADD_RMS_NORM_QUANTIZE, LAYER_NORM, RMS_NORM, RMS_NORM_QUANTIZE
@@ -30,6 +30,7 @@ from core.common.ops.rotary import QK_NORM_ROTARY, ROTARY, ROTARY_SINGLE, ROTARY
 from core.common.ops.sampling import ARGMAX, SAMPLE
 
 __all__ = [
+    "ADD_LORA",
     "ADD_RMS_NORM",
     "ADD_RMS_NORM_QUANTIZE",
     "ALL_GATHER",

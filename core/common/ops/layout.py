@@ -58,7 +58,9 @@ def _may_differ(values: Sequence[Any]) -> bool:
 
 
 def _key_of(value: Any) -> Any:
-    """Return shape, strides and dtype in place of a tensor: the key of `_layouts`' cache."""
+    """Return shape, strides and dtype in place of a tensor, a tuple for a list: the key of `_layouts`' cache."""
+    if isinstance(value, list):
+        return tuple(map(_key_of, value))
     return (_key_of, tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 

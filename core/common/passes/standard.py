@@ -16,6 +16,7 @@ from core.common.passes.declaration import Pass
 from core.common.passes.functional.reinplace import FIX_FUNCTIONALIZATION
 from core.common.passes.linear.lift import FUSE_GATED_LINEAR, LIFT_LINEAR
 from core.common.passes.linear.merge import MERGE_LINEARS
+from core.common.passes.linear.merge_lora import MERGE_LORA
 from core.common.passes.mlp.gate_up import FUSE_GATE_UP
 from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
 from core.common.passes.moe.grouped_mlp import LIFT_GROUPED_MLP
@@ -55,6 +56,7 @@ COMMON_PASSES: tuple[Pass, ...] = (
     SHARE_QUANTIZE_SCALES,
     ELIMINATE_COMMON_SUBEXPRESSIONS,
     MERGE_LINEARS,
+    MERGE_LORA,
     FUSE_GATE_UP,
     FUSE_RMS_NORM_QUANTIZE,
     FUSE_ADD_RMS_NORM_QUANTIZE,

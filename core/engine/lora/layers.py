@@ -1,8 +1,7 @@
 """Linear layers with room for adapters beside their weight, in memory that captured graphs may hold.
 
-Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021): an adapter adds x A^T B^T to the layer's output, A
-and B of a small rank. All adapters stand side by side in one A and one B. Each token keeps the columns of its own
-adapter and drops the others, so nothing is gathered, any device runs it, and an adapter is loaded by writing values.
+All adapters of a layer stand side by side in one A and one B, and `core::add_lora` adds to each token's result what its
+own gives. So any device runs it, and an adapter is loaded by writing values.
 
 Legend of shapes: T tokens of a step, K slots for adapters, R rank that each has room for, I and O sizes of a layer's
 input and output.
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import core.common.ops.linear  # noqa: F401  # registers core::linear
+import core.common.ops.linear  # noqa: F401  # registers core::add_lora
 from core.engine.inspect.attention import SIZE, implementation, register_interfaces
 from core.engine.inspect.indexing import checked_indices
 from core.engine.models.hf import import_transformers
@@ -31,9 +30,9 @@ _NUM_TOKENS = 17
 
 @dataclass(slots=True)
 class AdapterStep:
-    """Which columns of all adapters each token of the step that runs keeps, (T, K * R) bool; None for no adapter."""
+    """The slot of each token of the step that runs, (T,) int64; None where no token has an adapter."""
 
-    mask: Tensor | None = None
+    slots: Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +43,8 @@ class AdaptedLayer:
     a: Tensor
     #: (O, K * R): B of each adapter, times its scale.
     b: Tensor
+    #: R.
+    rank: int
     #: The step being run, shared by all layers.
     step: AdapterStep
 
@@ -53,15 +54,13 @@ class AdaptedLayer:
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
         """Return the layer's output (…, T, O) for x (…, T, I) with what the tokens' adapters add."""
-        if self.step.mask is None:
+        if self.step.slots is None:
             return out
-        # The canonical op: devices have kernels for it, and no pass joins A with the layer's weight, which the graph
-        # without adapters joins with others.
-        linear = torch.ops.core.linear.default
-        # Not by a product with the mask: what one adapter makes infinite must not reach the tokens of the others.
-        kept = torch.where(self.step.mask, linear(x, self.a, None), 0.0)
-        added: Tensor = linear(kept, self.b, None)
-        return out + added
+        # The canonical op at once: there is nothing to lift, and no pass takes A for a weight to join with the layer's.
+        added: Tensor = torch.ops.core.add_lora.default(
+            out, x, self.a, self.b, self.step.slots, rank=self.rank, sizes=[out.shape[-1]]
+        )
+        return added
 
 
 @checked_indices()

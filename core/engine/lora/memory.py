@@ -42,12 +42,11 @@ class AdapterMemory:
                     path: AdaptedLayer(
                         torch.zeros((width, size_in), dtype=dtype, device=device),
                         torch.zeros((size_out, width), dtype=dtype, device=device),
+                        max_rank,
                         self._step,
                     )
                     for path, (size_in, size_out, dtype) in found.items()
                 }
-                #: The slot that each column belongs to, (K * R,) int64.
-                self._slots = (torch.arange(width, device=device) // max_rank) + 1
         except torch.OutOfMemoryError as error:
             num_bytes = sum(width * (i + o) * dtype.itemsize for i, o, dtype in found.values())
             raise ModelError(
@@ -82,11 +81,11 @@ class AdapterMemory:
 
     def begin_step(self, slots: Tensor) -> None:
         """Let the layers see which slot each token has, (T,) int64; `NO_SLOT` for none."""
-        self._step.mask = slots[:, None] == self._slots
+        self._step.slots = slots
 
     def end_step(self) -> None:
         """Forget the step: until the next one, the layers are the model's own."""
-        self._step.mask = None
+        self._step.slots = None
 
     def check(self, asked: str, tensors: Mapping[str, LayerTensors]) -> None:
         """Raise `ModelError` for an adapter that does not fit the model or a slot. asked: the error's first line."""

@@ -80,10 +80,10 @@ def core_register_ops() -> Sequence[OpImplementation]:
     """Implement canonical ops by the plugin's kernels, where these can be built, and by a library's."""
     if why_no_kernels():
         return norm.IMPLEMENTATIONS
-    from core_cpu import attention, collectives, linear, quantized, weight_only
+    from core_cpu import attention, collectives, linear, lora, quantized, weight_only
     from core_cpu.ops import recurrent
 
-    kernels = (attention, linear, weight_only, quantized, recurrent, collectives, norm)
+    kernels = (attention, linear, lora, weight_only, quantized, recurrent, collectives, norm)
     return tuple(implementation for module in kernels for implementation in module.IMPLEMENTATIONS)
 
 

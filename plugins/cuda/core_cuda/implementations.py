@@ -13,9 +13,9 @@ from core.common.ops.implementation import Condition, OpImplementation, always
 from core_cuda.ops import activation, quantize
 from core_cuda.ops.attention import paged as attention
 from core_cuda.ops.conditions import all_of, code_dtype, code_regions, computes_in_fp32, dtypes
+from core_cuda.ops.linear import lora, weight_only
 from core_cuda.ops.linear import products as linear
 from core_cuda.ops.linear import quantized as quantized_linear
-from core_cuda.ops.linear import weight_only
 from core_cuda.ops.moe import grouped_mlp, quantized_grouped
 from core_cuda.ops.moe import route as moe_route
 from core_cuda.ops.norm import norms as norm
@@ -45,6 +45,7 @@ _CONDITIONS: Mapping[torch._ops.OpOverload, Condition] = {
     linear.linear_other: linear.why_not,
     linear.gated_linear: linear.why_not,
     linear.gated_linear_other: linear.why_not,
+    lora.add_lora: lora.why_not,
     moe_route.moe_route: moe_route.route_condition,
     grouped_mlp.grouped_mlp: grouped_mlp.grouped_mlp_condition,
     convolution.causal_conv1d_update: recurrent.why_not,

@@ -35,6 +35,7 @@ KNOWN = {("mqa drafts 512", c) for c in SHARED} | {("gemma 2", 100), ("8b codes,
 served there, not fast; 18 registers of deep tiles of 4-bit codes, which were the fastest on an H100 all the same."""
 CALLS: dict[str, tuple[str, ...]] = {
     "linear": (),
+    "lora": (),
     "weight_only": (),
     "rows": ("1", "sample", "argmax", "whole", "layer_norm 4x65536"),
     "attention": (),
@@ -48,6 +49,7 @@ CALLS: dict[str, tuple[str, ...]] = {
 """By family the words that a call's name must hold one of; none takes all."""
 KERNELS: dict[str, set[str]] = {
     "linear": {"_row_kernel", "_tile_kernel", "hopper_linear_kernel", "_scale_kernel"},
+    "lora": {"shrink_kernel", "expand_kernel"},
     "weight_only": {"coded_kernel", "hopper_coded_kernel", "_dequantize_kernel"},
     "rows": {
         *("norm_kernel", "long_norm_kernel", "pair_norm_kernel", "normed_sum_kernel"),
@@ -75,6 +77,7 @@ ALONE = {"hopper_kernel"}
 """Kernels that do not overlap with the one before."""
 OTHERS = (
     *("linear 1 x 4096", "linear 8 x 6144", "linear 64 x 28672", "codes 1 x 4096", "codes 8 x 6144"),
+    *("lora 8 x qkv", "lora 64 x down"),
     *("weight-only int", "weight-only fp8", "int8 by int8", "kind int", "kind fp8", "numbers of int", "numbers of fp8"),
     *(
         "rms_norm 1x4096",

@@ -37,7 +37,7 @@ def tensors(values: Any) -> list[Tensor]:
 
 def test_all_are_declared_once() -> None:
     assert {op.qualified_name: op for op in OPS}.items() <= declared_ops().items()
-    assert len({op.name for op in OPS}) == len(OPS) == 42
+    assert len({op.name for op in OPS}) == len(OPS) == 43
 
 
 def test_only_attention_and_collectives_may_be_cut_at() -> None:

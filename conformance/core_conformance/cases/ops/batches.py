@@ -38,6 +38,7 @@ ROWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "layer_norm": ("x",),
         "add_rms_norm": ("x", "residual"),
         "gated_activation": ("gate", "up"),
+        "add_lora": ("base", "x", "slots"),
     }
 )
 """Ops whose results have one row for each row of these arguments, all dimensions but the last taken together."""
@@ -104,12 +105,16 @@ def _widened(op: CanonicalOp, kwargs: Mapping[str, Any], count: int) -> dict[str
     """Return a call with so many rows: those of the sample, scaled differently each time that they come again."""
     made = dict(kwargs)
     for name in ROWS[op.name]:
-        x = kwargs[name].reshape(-1, kwargs[name].shape[-1])
+        given: Tensor = kwargs[name]
+        is_number = not given.is_floating_point()  # one for each row
+        x = given[:, None] if is_number else given.reshape(-1, given.shape[-1])
         if not len(x):
             x = x.new_ones((1, x.shape[-1]))
         times = -(-count // len(x))
         factors = torch.linspace(0.5, 1.5, times * len(x), device=x.device)[:, None]
-        made[name] = (x.repeat(times, 1).float() * factors).to(x.dtype)[:count].contiguous()
+        many = x.repeat(times, 1)
+        many = many if is_number else (many.float() * factors).to(x.dtype)
+        made[name] = (many[:, 0] if is_number else many)[:count].contiguous()
     return made
 
 

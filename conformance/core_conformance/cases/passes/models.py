@@ -183,6 +183,25 @@ def _merged(model: Any, x: Tensor) -> tuple[Tensor, ...]:
     return model.q(x).sin(), model.k(x).sin(), model.v(x).cos(), model.mlp(x)
 
 
+def _adapted(model: Any, x: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    """Apply linears of one input that have adapters, each row one of its own."""
+
+    def apply(name: str) -> Tensor:
+        y = getattr(model, name)(x)
+        down, up = (getattr(model, f"{name}_{side}") for side in ("a", "b"))
+        return torch.ops.core.add_lora(y, x, down, up, slots, rank=4, sizes=[y.shape[-1]])  # type: ignore[no-any-return]
+
+    return apply("q").sin(), apply("k").sin(), apply("v").cos()
+
+
+def _adapters() -> Built:
+    """Return query, key and value with two adapters each."""
+    linears = {name: nn.Linear(SIZE, size, bias=False) for name, size in (("q", 64), ("k", 32), ("v", 32))}
+    sides = {f"{name}_a": torch.randn(8, SIZE) * SIZE**-0.5 for name in linears}
+    sides |= {f"{name}_b": torch.randn(linear.out_features, 8) * 0.05 for name, linear in linears.items()}
+    return Parts(_adapted, **linears, **sides), {"x": rows(), "slots": torch.tensor([1, 0, 2, 2, 1])}
+
+
 def _no_ops(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Mix ops that change nothing with ops that do, sums with small numbers among these."""
     y = F.dropout(x.sin().to(x.dtype) * 1, 0.1, training=False).contiguous().view(TOKENS, SIZE)
@@ -268,6 +287,7 @@ MODELS: Mapping[str, Callable[[], Built]] = {
         ),
         {"x": rows()},
     ),
+    "adapters": _adapters,
     "no-ops": lambda: (Parts(_no_ops), {"x": rows()}),
     "repeats": lambda: (Parts(_repeated, state=_linspace(-2, 3, TOKENS, SIZE)), {"x": rows()}),
 }

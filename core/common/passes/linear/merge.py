@@ -13,7 +13,6 @@ Merged are linears of the innermost module that has several of the same input, s
 
 from __future__ import annotations
 
-import operator
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -44,8 +43,8 @@ from core.common.passes import (
 )
 from core.common.passes.cleanup.relayout import Relayout
 from core.common.passes.linear.mergeable import Linear, Scales, are_alike, read_linear, spread
+from core.common.passes.linear.slices import fakes_of, insert_slices
 from core.common.passes.packing import Owners, Packing
-from core.common.passes.values.fresh import fresh, reread
 from core.common.passes.values.recipes import recipe_of, signatures
 
 _Key = tuple[str, int, torch.dtype, torch.dtype, torch.device, str]
@@ -178,7 +177,7 @@ class _Merger:
         key = (signatures((like,)), sizes)
         known = self._recipes.get(key)
         if known is None:
-            whole, parts = _fakes(like, sizes)
+            whole, parts = fakes_of(like, sizes)
             recipes = recipe_of(whole, ()), recipe_of(parts, (whole,))
             if None not in recipes:
                 self._recipes[key] = recipes
@@ -243,8 +242,7 @@ class _Merger:
         sizes = [linear.num_rows for linear in group]
         with graph.inserting_before(first):
             merged = group[0].call(graph, *operands)
-            parts = graph.call_function(torch.split, (merged, sizes, -1))
-            slices = [graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
+            parts, slices = insert_slices(graph, merged, sizes)
         for node, value in zip((merged, parts, *slices), (fakes[0], fakes[1], *fakes[1]), strict=True):
             node.meta |= meta | {MADE_BY: made}
             set_value(node, value, first)
@@ -263,16 +261,6 @@ def _common_module(linear: Linear, linears: Sequence[Linear]) -> str:
     while path and sum(f"{other.path}.".startswith(f"{path}.") for other in linears) < 2:
         path = path.rpartition(".")[0]
     return path
-
-
-def _fakes(like: FakeTensor, sizes: Sequence[int]) -> tuple[FakeTensor, tuple[FakeTensor, ...]]:
-    """Return the fake values of the merged result, contiguous, and of its slices."""
-    width = sum(sizes)
-    rows = [stride // like.shape[-1] * width for stride in like.stride()[:-1]]
-    whole = fresh(like, (*like.shape[:-1], width), (*rows, 1))
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    pairs = zip(starts, sizes, strict=True)
-    return whole, tuple(reread(whole, (*like.shape[:-1], size), (*rows, 1), start) for start, size in pairs)
 
 
 def _differs(key: _Key, groups: Mapping[_Key, Sequence[Linear]]) -> str:

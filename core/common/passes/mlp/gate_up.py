@@ -50,5 +50,5 @@ FUSE_GATE_UP = Pass(
     name="fuse_gate_up",
     find=find,
     does="Fuse every gated activation of two halves.",
-    after=("lift_gated_activation", "merge_linears"),
+    after=("lift_gated_activation", "merge_linears", "merge_lora"),
 )

@@ -34,6 +34,7 @@ MODELS: Mapping[str, tuple[str, ...]] = {
     "lift_gated_activation": ("gated-mlp",),
     "fuse_gate_up": ("gated-mlp",),
     "merge_linears": ("linears",),
+    "merge_lora": ("adapters",),
     "lift_rotary": ("rotary-halves", "rotary-neighbours"),
     "fuse_qk_norm_rotary": ("normed-rotary",),
     "lift_attention": ("attention",),
