@@ -213,6 +213,7 @@ def test_the_device_tells_which_build_it_has(monkeypatch: pytest.MonkeyPatch) ->
     shared = [(f"core::{name}", "cpu_shared_memory") for name in collectives]
     forms = ("cpu_linear", "cpu_linear_transposed", "torch_linear", "cpu_linear_alike", "cpu_linear_transposed_alike")
     linears = [("core::linear", name) for name in forms]
+    linears += [("core::add_lora", name) for name in ("cpu_add_lora", "cpu_add_lora_alike")]
     attention = [("core::attention", name) for name in ("cpu_attention", "cpu_attention_alike")]
     coded, steps = ("weight_only_linear", "quantized_linear"), ("causal_conv1d_update", "gated_delta_rule")
     own = (*coded, *steps, "selective_state_update")

@@ -18,6 +18,7 @@ result of a layer is, or kept wider by a kernel, and so is what is added.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def _check(base: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, *, rank
     check(len(dtypes) == 1, OP, f"base, x, a and b must have one dtype, not {', '.join(sorted(map(str, dtypes)))}")
     fits = x.dim() >= 1 and base.shape[:-1] == x.shape[:-1] and base.shape[-1] == b.shape[0]
     check(fits, OP, f"base {tuple(base.shape)}, x {tuple(x.shape)} and b {tuple(b.shape)} do not go together")
-    rows = x.shape[:-1].numel()
+    rows = prod(x.shape[:-1])
     check(rows == slots.shape[0], OP, f"slots must have one number for each of {rows} rows, not {slots.shape[0]}")
     check(rank > 0 and b.shape[1] % rank == 0, OP, f"b has {b.shape[1]} columns, which are no slots of rank {rank}")
     check(sum(sizes) == b.shape[0] and min(sizes) > 0, OP, f"sizes {list(sizes)} do not make up {b.shape[0]} columns")
@@ -82,7 +83,7 @@ def lora_call(
     draw: Draw, leading: tuple[int, ...], size_in: int, sizes: Sequence[int], *, num_slots: int = 3, rank: int = 4
 ) -> dict[str, Any]:
     """Return the arguments of a call with rows of these leading sizes, adapters in all slots."""
-    width, count = num_slots * rank, torch.Size(leading).numel()
+    width, count = num_slots * rank, prod(leading)
     return {
         "base": draw(*leading, sum(sizes)),
         "x": draw(*leading, size_in),

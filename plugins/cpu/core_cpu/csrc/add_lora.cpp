@@ -146,15 +146,16 @@ struct Columns {
 };
 
 // sums (rows, UNIT) = shrunk (rows, padded rank) times some columns of B. Few rows do not pay for turning these.
-void multiply_columns(const float* shrunk, int64_t rows, int64_t size, bool alike, const Columns& of) {
+void multiply_columns(const float* shrunk, int64_t rows, int64_t size, const float* numbers, int64_t ldn, bool alike,
+                      const Columns& of) {
   if (rows >= MANY_ROWS && !alike) {
-    transpose(of.numbers.get(), size, UNIT, size, of.turned.get(), UNIT);
+    transpose(numbers, ldn, UNIT, size, of.turned.get(), UNIT);
     multiply(shrunk, size, of.turned.get(), UNIT, of.sums.get(), UNIT, rows, UNIT, size, false);
     return;
   }
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t c = 0; c < UNIT; c += WIDTH) {
-      dots(shrunk + i * size, of.numbers.get() + c * size, size, size).store(of.sums.get() + i * UNIT + c);
+      dots(shrunk + i * size, numbers + c * ldn, ldn, size).store(of.sums.get() + i * UNIT + c);
     }
   }
 }
@@ -174,10 +175,17 @@ void expand(const Call<T>& call, const Batch& batch) {
         if (rows == 0) {
           continue;
         }
-        for (int64_t c = 0; c < count; ++c) {
-          widen(call.b + (first + c) * call.width + slot * call.rank, call.rank, of.numbers.get() + c * size, 1.f);
+        const T* b = call.b + first * call.width + slot * call.rank;
+        const float* numbers = of.numbers.get();
+        int64_t ldn = size;
+        if (std::is_same_v<T, float> && size == call.rank && count == UNIT) {
+          numbers = reinterpret_cast<const float*>(b), ldn = call.width;
+        } else {
+          for (int64_t c = 0; c < count; ++c) {
+            widen(b + c * call.width, call.rank, of.numbers.get() + c * size, 1.f);
+          }
         }
-        multiply_columns(call.shrunk + row * size, rows, size, call.alike, of);
+        multiply_columns(call.shrunk + row * size, rows, size, numbers, ldn, call.alike, of);
         for (int64_t i = 0; i < rows; ++i) {
           const int64_t place = batch.rows[row + i];
           add_and_store(of.sums.get() + i * UNIT, call.base + place * call.ldb + first, count,
