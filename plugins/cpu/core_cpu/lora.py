@@ -15,7 +15,7 @@ from torch import Tensor
 from core.common.ops.implementation import OpCall, OpImplementation
 from core.common.ops.linear.lora import ADD_LORA
 from core_cpu import extension
-from core_cpu.own_ops import own_op
+from core_cpu.own_ops import CALLED_BY, own_op
 from core_cpu.row_limits import DTYPES
 
 
@@ -27,6 +27,7 @@ _OF_ONE_LAYER = replace(
     ADD_LORA,
     schema="add_lora(Tensor base, Tensor x, Tensor a, Tensor b, Tensor slots, int rank) -> Tensor",
     reference=_reference,
+    fake=lambda base, *_: base.new_empty(base.shape),
 )
 _of_layer = own_op(_OF_ONE_LAYER, "add_lora")
 _of_layer_alike = own_op(_OF_ONE_LAYER, "add_lora", "_alike")
@@ -54,6 +55,9 @@ def _to_each(
         return only
     operands = zip(base.split(list(sizes), -1), a.split(b.shape[1]), b.split(list(sizes)), strict=True)
     return torch.cat([add(part, x, down, up, slots, rank) for part, down, up in operands], -1)
+
+
+CALLED_BY.update({add_lora: _of_layer, add_lora_alike: _of_layer_alike})
 
 
 def why_not(call: OpCall) -> str | None:

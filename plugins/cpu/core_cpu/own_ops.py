@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from core_cpu import extension
 LIBRARY = torch.library.Library("core_cpu", "DEF")
 SOURCES_OF: dict[torch._ops.OpOverload, str] = {}
 """The name of the file in csrc/ that has the kernel of each op."""
+CALLED_BY: dict[Callable[..., Any], torch._ops.OpOverload] = {}
+"""The op of `SOURCES_OF` that a function calls which is an implementation itself, and which lowerings trace."""
 
 
 def own_op(op: CanonicalOp, source: str, ending: str = "") -> torch._ops.OpOverload:

@@ -20,6 +20,7 @@ from core_cpu.aot.lowering import inductor
 from core_cpu.attention import attention
 from core_cpu.collectives import all_reduce
 from core_cpu.linear import linear
+from core_cpu.lora import add_lora
 from core_cpu.quantized import TOGETHER, quantized_linear
 from core_cpu.weight_only import weight_only_linear
 from tests.attention_cases import steps
@@ -122,6 +123,17 @@ def test_a_graph_calls_kernels_without_the_dispatcher(
     assert found == {"files": {"graph.so", "kernels.json"}, "kernels": [source], "notes": []}
     for got, expected in zip(run(*values), function(*values), strict=True):
         assert torch.equal(got, expected) and got.stride() == expected.stride()
+
+
+@pytest.mark.slow
+def test_a_kernel_is_called_directly_where_a_function_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [randn(3, 64), X, randn(6, 64, seed=1), randn(64, 6, seed=2), torch.tensor([1, 0, 3])]
+    graph = fx.Graph()
+    inputs = tuple(graph.placeholder(name) for name in ("base", "x", "a", "b", "slots"))
+    graph.output((graph.call_function(add_lora, inputs, {"rank": 2, "sizes": [64]}),))
+    run, found = lowered(fx.GraphModule({}, graph), values, monkeypatch)
+    assert found == {"files": {"graph.so", "kernels.json"}, "kernels": ["add_lora"], "notes": []}
+    assert torch.equal(run(*values)[0], add_lora(*values, rank=2, sizes=[64]))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from core.common.lowering import Unavailable
 from core_cpu import extension
-from core_cpu.own_ops import SOURCES_OF
+from core_cpu.own_ops import CALLED_BY, SOURCES_OF
 
 _FILE = "kernels.json"
 """Lies beside a graph's shared object, and names the files of the kernels that it calls."""
@@ -36,7 +36,8 @@ class DirectCalls:
 
     def __init__(self, graph: fx.GraphModule) -> None:
         """graph: finished. Loads the kernels that it calls."""
-        called = dict.fromkeys(node.target for node in graph.graph.nodes if isinstance(node.target, OpOverload))
+        targets = [CALLED_BY.get(node.target, node.target) for node in graph.graph.nodes if callable(node.target)]
+        called = dict.fromkeys(target for target in targets if isinstance(target, OpOverload))
         found = {op: _declaration(op) for op in called if op in SOURCES_OF}
         #: the C function of each op, as C declares it
         self.declarations: Mapping[OpOverload, str] = {op: text for op, text in found.items() if text}
