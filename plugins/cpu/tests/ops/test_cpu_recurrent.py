@@ -104,6 +104,8 @@ def test_a_slot_that_is_not_there_raises(op: CanonicalOp, slot: int) -> None:
     [
         ("qwen3_next", {"cpu_causal_conv1d_update", "cpu_gated_delta_rule"}),
         ("granitemoehybrid", {"cpu_causal_conv1d_update", "cpu_selective_state_update"}),
+        ("mamba", {"cpu_causal_conv1d_update", "cpu_selective_state_update"}),
+        ("zamba2", {"cpu_causal_conv1d_update", "cpu_selective_state_update"}),
     ],
 )
 def test_an_engine_runs_prompts_and_decode_by_the_kernels_in_compiled_graphs(
