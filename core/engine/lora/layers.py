@@ -63,23 +63,36 @@ class AdaptedLayer:
         return added
 
 
+@dataclass(frozen=True, slots=True)
+class FoundLayer:
+    """A linear layer that adapters may have."""
+
+    #: I and O.
+    size_in: int
+    size_out: int
+    #: Of the input.
+    dtype: torch.dtype
+    #: Layers that read one tensor, such as query, key and value, have one number.
+    group: int
+
+
 @checked_indices()
-def find_layers(model: Any) -> dict[str, tuple[int, int, torch.dtype]]:
-    """Return the linear layers that adapters may have, by path: I, O and the dtype of the input.
+def find_layers(model: Any) -> dict[str, FoundLayer]:
+    """Return the linear layers that adapters may have, by path and in the order in which they run.
 
     They are those that a forward runs once, over all of its tokens, and that give one row of O numbers for each of
     them: not the output layer, nor experts of their own, nor routers, which choose.
     """
     sizes = {module: found for module in model.modules() if (found := _sizes(module)) is not None}
     sizes.pop(model.get_output_embeddings(), None)
-    #: For each run the dtype of the input; None where it was not over all tokens, or where more than rows came out.
-    runs: dict[nn.Module, list[torch.dtype | None]] = {module: [] for module in sizes}
+    #: For each run the input; None where it was not over all tokens, or where more than rows came out.
+    runs: dict[nn.Module, list[Tensor | None]] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(out, Tensor)
         rows = args[0].shape[:-1] if plain else torch.Size()
         plain = plain and out.shape == (*rows, sizes[module][1]) and rows.numel() == _NUM_TOKENS == rows[-1]
-        runs[module].append(args[0].dtype if plain else None)
+        runs.setdefault(module, []).append(args[0] if plain else None)
 
     register_interfaces()
     ids = torch.arange(_NUM_TOKENS, device=next(model.parameters()).device)[None]
@@ -93,7 +106,9 @@ def find_layers(model: Any) -> dict[str, tuple[int, int, torch.dtype]]:
             handle.remove()
     paths = {module: path for path, module in model.named_modules()}
     once = {module: each[0] for module, each in runs.items() if len(each) == 1}
-    return {paths[module]: (*sizes[module], dtype) for module, dtype in once.items() if dtype is not None}
+    read = {module: x for module, x in once.items() if x is not None}
+    groups = {number: group for group, number in enumerate(dict.fromkeys(map(id, read.values())))}
+    return {paths[module]: FoundLayer(*sizes[module], x.dtype, groups[id(x)]) for module, x in read.items()}
 
 
 def attach(model: nn.Module, layers: Mapping[str, AdaptedLayer]) -> None:

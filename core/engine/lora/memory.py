@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.engine.lora.layers import AdaptedLayer, AdapterStep, attach, detach, find_layers
+from core.engine.lora.layers import AdaptedLayer, AdapterStep, FoundLayer, attach, detach, find_layers
 from core.errors import ModelError
 
 NO_SLOT = 0
@@ -39,16 +39,10 @@ class AdapterMemory:
         try:
             with torch.inference_mode(False):  # tensors made in that mode can't be compiled
                 self.layers = {
-                    path: AdaptedLayer(
-                        torch.zeros((width, size_in), dtype=dtype, device=device),
-                        torch.zeros((size_out, width), dtype=dtype, device=device),
-                        max_rank,
-                        self._step,
-                    )
-                    for path, (size_in, size_out, dtype) in found.items()
+                    path: AdaptedLayer(a, b, max_rank, self._step) for path, a, b in _side_by_side(found, width, device)
                 }
         except torch.OutOfMemoryError as error:
-            num_bytes = sum(width * (i + o) * dtype.itemsize for i, o, dtype in found.values())
+            num_bytes = sum(width * (each.size_in + each.size_out) * each.dtype.itemsize for each in found.values())
             raise ModelError(
                 asked,
                 found=f"{num_bytes / 2**30:.2f} GiB are needed: {' '.join(str(error).split())[:200]}",
@@ -123,3 +117,20 @@ class AdapterMemory:
     def _views(self, layer: AdaptedLayer, slot: int) -> tuple[Tensor, Tensor]:
         places = slice((slot - 1) * self.max_rank, slot * self.max_rank)
         return layer.a[places], layer.b[:, places]
+
+
+def _side_by_side(
+    found: Mapping[str, FoundLayer], width: int, device: torch.device
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield path, A (width, I) and B (O, width) of each layer, in zeros.
+
+    Those of layers that read one tensor lie end to end, as a pass that merges such layers wants them: it then moves
+    nothing, and a start finds what an earlier one has compiled.
+    """
+    for key in dict.fromkeys((each.group, each.dtype) for each in found.values()):
+        group = {path: each for path, each in found.items() if (each.group, each.dtype) == key}
+        sizes = [each.size_out for each in group.values()]
+        size_in, dtype = next(iter(group.values())).size_in, key[1]
+        downs = torch.zeros((len(group) * width, size_in), dtype=dtype, device=device).split(width)
+        ups = torch.zeros((sum(sizes), width), dtype=dtype, device=device).split(sizes)
+        yield from zip(group, downs, ups, strict=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +15,20 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
+from core.common.numerics import judge
 from core.compilation.options import CompileOptions
 from core.device import Device
 from core.engine.check.comparison import compare
+from core.engine.check.eager import forward_logits_of, fp64_logits
+from core.engine.config import SamplingParams
+from core.engine.inspect.attention import implementation
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.host.selection import select_device
 from core.quantization.quantize import quantize
+from tests.engine.lora.folders import ATTENTION, MLP, make_layers, merged, save_adapter
 from tests.recording import acme
 
 PROMPTS = ([3, 4, 5, 6, 7], [20, 21, 22])
@@ -170,3 +176,27 @@ def test_weights_of_codes_are_served_by_the_kernels(
             assert len(chosen) == per_layer * LAYERS, trace.phase
         result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
     assert result.passed and result.verdict is not None and result.verdict.passed
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
+def test_adapters_run_on_the_kernels_and_join_where_layers_do(kernel_device: torch.device, tmp_path: Path) -> None:
+    device = device_of(kernel_device)
+    loaded = build_model(tiny_config("llama"), torch_device=device.torch_device, dtype=torch.bfloat16)
+    with Engine(loaded, device, replace(CONFIG, max_loras=2, max_lora_rank=4)) as engine:
+        for trace in engine.report().traces:
+            chosen = [choice.op for choice in trace.ops if choice.implementation == "cuda_add_lora"]
+            lora = any(value for key in trace.buckets for name, value in key.guards if name == "lora")
+            assert len(chosen) == 4 * LAYERS * lora, trace.phase
+        layers = make_layers(loaded.model, ATTENTION + MLP, rank=4, seed=0)
+        engine.load_lora("one", save_adapter(tmp_path / "one", layers, rank=4, alpha=4))
+        params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+        found = engine.generate(PROMPTS, params, lora=["one", None], collect_logits=True)
+        there = {path: (a.to(device.torch_device), b.to(device.torch_device)) for path, (a, b) in layers.items()}
+        for completion, own in zip(found, (there, {}), strict=True):
+            given = [completion.prompt_token_ids], [completion.token_ids]
+            with implementation(loaded.model, engine.native_attention):
+                whole, exact = (merged(loaded.model, own, 1.0, dtype) for dtype in (torch.bfloat16, torch.float64))
+            (eager,) = forward_logits_of(whole, *given)
+            (truth,) = fp64_logits(exact, *given, engine.native_attention)
+            assert completion.logits is not None
+            assert judge(completion.logits.cpu(), eager.cpu(), truth.cpu()).passed

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from core.common.passes.packing import Packing
 from core.engine.lora.adapters import Adapters, read_tensors
 from core.engine.lora.layers import find_layers
 from core.engine.lora.memory import AdapterMemory
@@ -197,6 +198,18 @@ def test_layers_that_give_more_than_rows_have_no_adapters(model_type: str, route
     found = find_layers(model)
     assert routers and not routers & found.keys()
     assert any(path.endswith("q_proj") for path in found)
+
+
+def test_adapters_of_layers_of_one_input_lie_end_to_end_as_merged_layers_want_them() -> None:
+    model = build_model(tiny_config("llama"), torch_device=torch.device("cpu"), dtype=torch.float32).model
+    layers = AdapterMemory(model, torch.device("cpu"), 2, 4).layers
+    for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        found = [layer for path, layer in layers.items() if ".layers.1." in path and path.endswith(names)]
+        for parts in ([layer.a for layer in found], [layer.b for layer in found]):
+            assert len(parts) == len(names)
+            assert Packing(tuple(parts), tuple(map(len, parts))).packed() is not None
+    (alone,) = (layer.a for path, layer in layers.items() if path.endswith(".layers.1.mlp.down_proj"))
+    assert alone.untyped_storage().nbytes() == alone.nbytes
 
 
 def test_the_configuration_is_read_without_torch(folder: Path) -> None:
