@@ -173,10 +173,12 @@ def lora_config(rows: int, depth: int, columns: int, width: int, parts: int, ite
     splits, most = 1, 8 if block_m == 16 else 4
     while splits < most and 2 * splits * programs <= units and 4 * splits * block_i <= depth:
         splits *= 2
-    block_n = next((size for size in (32, 64) if few and columns <= 48 * size // 32 * units), 128)
-    return LoraConfig(
-        block_m, shrink_c, wide, block_i, block_n, splits, num_stages=4 if block_m == 16 else 3, fetch=few
-    )
+    # Wide tiles where narrow ones would be many. What registers hold is less in fp32, and beside shares of many rows.
+    in_fp32, rounds = itemsize > 2, triton.cdiv(columns, 48 * units)
+    block_n = 32 if in_fp32 or (few and rounds == 1) else 64 if few and rounds == 2 else 128
+    expand_c = min(wide, 32) if in_fp32 or (few and block_m == 64) else wide
+    stages = 4 if block_m == 16 else 3
+    return LoraConfig(block_m, shrink_c, expand_c, block_i, block_n, splits, stages, fetch=few)
 
 
 @kernel_of(ADD_LORA)
