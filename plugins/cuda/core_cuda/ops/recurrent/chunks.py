@@ -58,6 +58,8 @@ def decays_between(logs, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def decays_to_end(logs):
-    """Return by what a state decays from behind each row to the last."""
-    return exponential(tl.cumsum(logs, 0, reverse=True) - logs)
+def decays_to_end(logs, CHUNK: tl.constexpr):
+    """Return by what a state decays from behind each row to the last; each a sum of its own, as above."""
+    rows = tl.arange(0, CHUNK)
+    later = rows[None, :] > rows[:, None]
+    return exponential(tl.sum(tl.where(later, tl.broadcast_to(logs[None, :], (CHUNK, CHUNK)), 0.0), 1))

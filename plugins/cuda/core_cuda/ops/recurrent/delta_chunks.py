@@ -110,7 +110,7 @@ def _states_kernel(
         result = (faded * _roots(q, eps, NORMED) * scale)[:, None] * tl.dot(q, state, input_precision=PRECISION)
         result += tl.dot(tl.load(scores + chunk), missing, input_precision=PRECISION)
         tl.store(out + (rows[:, None] * HEADS + head) * VALUE + columns, result, mask=shown_rows)
-        added = missing * (decays_to_end(logs) * k_root)[:, None]
+        added = missing * (decays_to_end(logs, CHUNK) * k_root)[:, None]
         state = state * exponential(tl.sum(logs, 0)) + tl.dot(tl.trans(k), added, input_precision=PRECISION)
         place += 1
     target = states + slot_of(kept, sequence) * state_slot

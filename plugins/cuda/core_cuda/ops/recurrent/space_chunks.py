@@ -76,7 +76,7 @@ def _chunks_kernel(
         if D is not None:
             result += token * tl.load(D + head * D_head).to(tl.float32)
         tl.store(out + (rows[:, None] * HEADS + head) * FEATURES + features, result, mask=shown_rows)
-        left = added * decays_to_end(logs)[:, None]
+        left = added * decays_to_end(logs, CHUNK)[:, None]
         state = state * exponential(tl.sum(logs, 0)) + tl.dot(tl.trans(left), keys, input_precision=PRECISION)
     tl.store(states + slot_of(kept, sequence) * state_slot + offsets, state, mask=mask)
 
