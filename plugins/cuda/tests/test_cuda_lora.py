@@ -97,4 +97,7 @@ def test_what_the_kernels_refuse() -> None:
 
     assert reason() is None
     assert "torch.float64" in str(reason(x=call["x"].double()))
+    assert "torch.float32" in str(reason(x=call["x"].float()))
     assert "rows of a" in str(reason(a=call["a"].T.contiguous().T))
+    assert "a rank of 3, and the kernels take multiples of 4" in str(reason(rank=3))
+    assert "layers of features 33, 40, and the kernels take multiples of 8" in str(reason(x=call["x"][..., :33]))

@@ -4,12 +4,15 @@ where a pass of the plugin makes the calls, of its own."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from core.common.numerics import Fp64Mode
 from core.common.ops.declaration import CanonicalOp
+from core_cuda.ops import launching
 
 NAMESPACE = "core_cuda"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -19,16 +22,25 @@ CODE_OF: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 """What torch calls for each kernel, with the arguments of its schema: it launches what the kernel consists of."""
 
 
-def own_kernel(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
+def own_kernel(
+    schema: str, fake: Callable[..., Any], reference: Callable[..., Any]
+) -> Callable[[Callable[..., Any]], torch._ops.OpOverload]:
     """Return the decorator that registers a function as a kernel `core_cuda::name` that implements no canonical op.
 
     schema: torch's, without a namespace. A pass of the plugin brings such a kernel into graphs. fake: returns tensors
     of the results' shapes, dtypes and strides. The function gets the call's arguments as they stand; the GPU of the
     first one is current.
+
+    reference: computes the same by torch's ops. It runs where the first tensor lies in the host's memory, as in the
+    fp64 run by which a later pass is judged, and computes in fp64 where a tensor is of that.
     """
 
     def register(function: Callable[..., Any]) -> torch._ops.OpOverload:
         def run(first: Tensor, *operands: Any, **options: Any) -> Any:
+            if first.device.type == "cpu" and not launching.INTERPRETED:
+                is_wide = any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in (first, *operands))
+                with Fp64Mode() if is_wide else nullcontext():
+                    return reference(first, *operands, **options)
             with torch.cuda.device_of(first):
                 return function(first, *operands, **options)
 

@@ -28,7 +28,11 @@ def _fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
 
 
-@own_kernel("widened_linear(Tensor x, Tensor weight) -> Tensor", _fake)
+def _reference(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.linear(x.float(), weight.float())
+
+
+@own_kernel("widened_linear(Tensor x, Tensor weight) -> Tensor", _fake, _reference)
 def widened_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T in fp32: (..., K) and (N, K), of one dtype, to (..., N); for calls that `why_not` lets pass.
 
@@ -36,6 +40,6 @@ def widened_linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     rows = x.reshape(-1, x.shape[-1])
     if not 0 < rows.shape[0] <= MAX_ROWS or weight.shape[0] == 0:
-        return functional.linear(x.float(), weight.float())
+        return _reference(x, weight)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     return skinny_linear(rows, weight, out_dtype=torch.float32).view(*x.shape[:-1], weight.shape[0])

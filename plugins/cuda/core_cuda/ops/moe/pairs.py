@@ -28,7 +28,17 @@ def _fake_order(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     return indices.new_empty((num_experts,), dtype=torch.int32), pairs, torch.empty_like(pairs)
 
 
-@own_kernel("order_pairs(Tensor indices, int num_experts) -> (Tensor ends, Tensor tokens, Tensor places)", _fake_order)
+def _sorted(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    elsewhere = (indices < 0) | (indices >= num_experts)
+    experts, order = torch.sort(torch.where(elsewhere, num_experts, indices).flatten(), stable=True)
+    ends = torch.searchsorted(experts, torch.arange(num_experts, device=order.device), right=True, out_int32=True)
+    places = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    return ends, order // indices.shape[1], places
+
+
+@own_kernel(
+    "order_pairs(Tensor indices, int num_experts) -> (Tensor ends, Tensor tokens, Tensor places)", _fake_order, _sorted
+)
 def order_pairs(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the pairs of indices (T, k) by expert, those of one in their order, those of none (not in [0, E)) last.
 
@@ -51,8 +61,15 @@ def _fake_sum(rows: Tensor, places: Tensor, weights: Tensor, *, out_dtype: torch
     return rows.new_empty((weights.shape[0], rows.shape[1]), dtype=dtype)
 
 
+def _summed(rows: Tensor, places: Tensor, weights: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    total = (rows[places].view(*weights.shape, rows.shape[1]) * weights[..., None]).sum(1)
+    return total if out_dtype is None else total.to(out_dtype)
+
+
 @own_kernel(
-    "weighted_sum(Tensor rows, Tensor places, Tensor weights, *, ScalarType? out_dtype=None) -> Tensor", _fake_sum
+    "weighted_sum(Tensor rows, Tensor places, Tensor weights, *, ScalarType? out_dtype=None) -> Tensor",
+    _fake_sum,
+    _summed,
 )
 def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """Return (T, D): of each token the sum of its pairs' rows times weights (T, k), in their order.

@@ -49,7 +49,16 @@ def _fake(
     return routed, shared
 
 
-@own_kernel(_SCHEMA, _fake)
+def _reference(*operands: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    x, weights, indices, gate_up, down, shared_x, shared_gate_up, gate_up_bias, shared_down, down_bias = operands
+    of_routed, of_shared = _split(options)
+    routed: Tensor = GROUPED_MLP.reference(x, weights, indices, gate_up, down, **of_routed)
+    inner = GATED_LINEAR.reference(shared_x, shared_gate_up, gate_up_bias, **of_shared)
+    shared: Tensor = LINEAR.reference(inner, shared_down, down_bias)
+    return routed, shared
+
+
+@own_kernel(_SCHEMA, _fake, _reference)
 def experts_beside_shared(
     x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, shared_x: Tensor,
     shared_gate_up: Tensor, shared_gate_up_bias: Tensor | None, shared_down: Tensor, shared_down_bias: Tensor | None,

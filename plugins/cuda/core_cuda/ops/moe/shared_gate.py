@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from core_cuda.ops import launching
 from core_cuda.ops.conditions import DTYPES
@@ -36,7 +37,11 @@ def _fake(x: Tensor, weight: Tensor, shared: Tensor, routed: Tensor) -> Tensor:
     return torch.empty_like(routed, memory_format=torch.contiguous_format)
 
 
-@own_kernel("add_gated_expert(Tensor x, Tensor weight, Tensor shared, Tensor routed) -> Tensor", _fake)
+def _reference(x: Tensor, weight: Tensor, shared: Tensor, routed: Tensor) -> Tensor:
+    return (routed + torch.sigmoid(functional.linear(x, weight)) * shared).contiguous()
+
+
+@own_kernel("add_gated_expert(Tensor x, Tensor weight, Tensor shared, Tensor routed) -> Tensor", _fake, _reference)
 def add_gated_expert(x: Tensor, weight: Tensor, shared: Tensor, routed: Tensor) -> Tensor:
     """Return routed + sigmoid(x @ weight.T) * shared: x (T, K), weight (1, K), the others (T, D); contiguous.
 

@@ -8,6 +8,7 @@ GLM-4). Rounding is that of `core::rms_norm`, torch's addition and `core::rms_no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,18 +46,25 @@ def why_not(call: OpCall) -> str | None:
     return all_of(dtypes, computes_in_fp32(*names))(call)
 
 
-def _fake_sum(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **rounding: Any) -> Tensor:
-    normed: Tensor = RMS_NORM.fake(x, weight, eps, **rounding)
-    return residual + normed
+def _summed(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def summed(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **rounding: Any) -> Tensor:
+        return residual + norm(x, weight, eps, **rounding)
+
+    return summed
 
 
-def _fake_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, next_weight: Any, next_eps: float, **options: Any
-) -> tuple[Tensor, Tensor]:
-    first, second = _split(options)
-    normed = RMS_NORM.fake(x, weight, eps, **first)
-    made: tuple[Tensor, Tensor] = ADD_RMS_NORM.fake(residual, normed, next_weight, next_eps, **second)
-    return made
+def _normed_after(norm: Callable[..., Tensor], next_norm: Callable[..., Any]) -> Callable[..., Any]:
+    def normed(
+        x: Tensor, residual: Tensor, weight: Any, eps: float, next_weight: Any, next_eps: float, **options: Any
+    ) -> Any:
+        first, second = _split(options)
+        return next_norm(residual, norm(x, weight, eps, **first), next_weight, next_eps, **second)
+
+    return normed
+
+
+_fake_sum = _summed(RMS_NORM.fake)
+_fake_norm = _normed_after(RMS_NORM.fake, ADD_RMS_NORM.fake)
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -65,7 +73,7 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return first, {name: options[f"next_{name}"] for name in ROUNDING if f"next_{name}" in options}
 
 
-@own_kernel(f"normed_sum({_FIRST}, *, {_TYPES.format('')}) -> Tensor", _fake_sum)
+@own_kernel(f"normed_sum({_FIRST}, *, {_TYPES.format('')}) -> Tensor", _fake_sum, _summed(RMS_NORM.reference))
 def normed_sum(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **rounding: Any) -> Tensor:
     """Return residual + rms_norm(x), both (..., D), in their common dtype; for calls that `why_not` lets pass."""
     ((shape, strides, dtype),) = layouts_of(_fake_sum, (x, residual, weight, eps), rounding)
@@ -78,6 +86,7 @@ def normed_sum(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, *
     f"normed_sum_rms_norm({_FIRST}, Tensor? next_weight, float next_eps, *, {_TYPES.format('')}, "
     f"{_TYPES.format('next_')}) -> (Tensor normed, Tensor sum)",
     _fake_norm,
+    _normed_after(RMS_NORM.reference, ADD_RMS_NORM.reference),
 )
 def normed_sum_rms_norm(
     x: Tensor,

@@ -7,6 +7,7 @@ A launch costs more than the norm of a few rows, and the norms of a layer's quer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,11 +76,14 @@ def _side(out: Tensor, *, x: Tensor, weight: Tensor | None, eps: float, offset: 
     return _Side(rows, config, (*shape, *kept), options["weight"])
 
 
-def _fake(x: Tensor, y: Tensor, x_weight: Any, y_weight: Any, eps: float, **rounding: Any) -> tuple[Tensor, Tensor]:
-    return RMS_NORM.fake(x, x_weight, eps, **rounding), RMS_NORM.fake(y, y_weight, eps, **rounding)
+def _both(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def normed(x: Tensor, y: Tensor, x_weight: Any, y_weight: Any, eps: float, **rounding: Any) -> Any:
+        return norm(x, x_weight, eps, **rounding), norm(y, y_weight, eps, **rounding)
+
+    return normed
 
 
-@own_kernel(_SCHEMA, _fake)
+@own_kernel(_SCHEMA, _both(RMS_NORM.fake), _both(RMS_NORM.reference))
 def two_rms_norms(
     x: Tensor,
     y: Tensor,
