@@ -235,7 +235,7 @@ def why_not(call: OpCall) -> str | None:
     sizes = {"a rank of": (args["rank"],), "layers of features": (args["x"].shape[-1], *args["sizes"])}
     for what, found in sizes.items():
         if any(size % _ALIGNED[what] for size in found):
-            # On an H200 a rank of 3 between 33 and 27 features came out wrong, which Triton's interpreter does not show.
+            # On an H200 a rank of 3 between 33 and 27 features came out wrong; in Triton's interpreter it does not.
             return f"it has {what} {', '.join(map(str, found))}, and the kernels take multiples of {_ALIGNED[what]}"
     return None
 
