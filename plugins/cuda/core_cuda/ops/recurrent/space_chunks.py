@@ -77,7 +77,10 @@ def _chunks_kernel(
             result += token * tl.load(D + head * D_head).to(tl.float32)
         tl.store(out + (rows[:, None] * HEADS + head) * FEATURES + features, result, mask=shown_rows)
         left = added * decays_to_end(logs, CHUNK)[:, None]
-        state = state * exponential(tl.sum(logs, 0)) + tl.dot(tl.trans(left), keys, input_precision=PRECISION)
+        # Behind `where` the product is a sum of its own: the compiler would start it with the state, by whose size each
+        # of its steps would round.
+        new = tl.where(mask, tl.dot(tl.trans(left), keys, input_precision=PRECISION), 0.0)
+        state = state * exponential(tl.sum(logs, 0)) + new
     tl.store(states + slot_of(kept, sequence) * state_slot + offsets, state, mask=mask)
 
 
