@@ -20,7 +20,6 @@ OUTSIDE = (
     "plugins/cuda/core_cuda/collective.py",
     "plugins/cuda/core_cuda/collective_linear.py",
     "plugins/cuda/core_cuda/collective_norm.py",
-    "plugins/cuda/core_cuda/symmetric.py",
     "plugins/cuda/core_cuda/ops/summing.py",
     "plugins/cuda/tests/collective_linear_worker.py",
     "plugins/cuda/tests/collective_norm_worker.py",

@@ -66,7 +66,7 @@ KERNELS: dict[str, set[str]] = {
     "rotary": {"rotary_kernel", "_table_kernel", "prefill_kernel", "hopper_kernel"},
     "recurrent": {
         *("_convolution_kernel", "_packed_kernel", "_states_kernel", "_delta_kernel", "_state_space_kernel"),
-        *("_rows_kernel", "_chunks_kernel"),
+        *("_rows_kernel", "_chunks_kernel", "_features_kernel"),
     },
     "flashinfer": {"tiles_kernel", "chunks_kernel", "works_kernel"},
 }

@@ -37,9 +37,9 @@ def test_the_processors_kernels_are_what_they_declare(name: str) -> None:
     assert run_case(cases(device)[name], device) == []
 
 
-def test_kernels_of_the_processor_declare_it_for_products_and_attention() -> None:
+def test_kernels_of_the_processor_declare_it_for_products_adapters_and_attention() -> None:
     ops = {name.split("/")[1] for name in cases(select_device("cpu"))}
-    assert ops == {"linear", "attention"}
+    assert ops == {"linear", "add_lora", "attention"}
 
 
 def by_halves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
