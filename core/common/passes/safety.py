@@ -131,7 +131,11 @@ class _Checked:
         where the anchor is memory that is there before what it is filled with."""
         outside = [user for node in self.site.replaced for user in node.users if user not in self.interior]
         anchor = self.site.anchor
-        filled = any(writer in self.interior for writer in self.writes.writers(anchor))
+        fills = [self.order[writer] for writer in self.writes.writers(anchor) if writer in self.interior]
+        filled = bool(fills)
+        for user in anchor.users:
+            if filled and user not in self.interior and self.order[user] < max(fills):
+                raise Refused(user, f"{user.name} reads {anchor.name} before it is filled")
         before = min(outside if filled and outside else [anchor, *outside], key=self.order.__getitem__)
         for node in self.inputs:
             if self.order[node] >= self.order[before]:

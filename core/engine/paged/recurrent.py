@@ -27,6 +27,7 @@ from core.engine.inspect.recurrence import Recurrence, RecurrentLayer, StateKey
 from core.engine.paged.blocks import FIRST_SLOT, NULL_SLOT
 from core.engine.paged.step_states import RecurrentStep, Run, SlotStates, StepCache, TokenStates
 from core.engine.steps.step import Step
+from core.errors import ModelError
 
 _LAYER = "_core_recurrent"
 
@@ -134,6 +135,7 @@ class RecurrentStates:
         #: What the layers are given in the step that runs.
         self.step = RecurrentStep()
         self._device = device
+        self._bounds_steps = recurrence.bounds_steps
         layers = {
             module: {
                 state.key: torch.zeros((FIRST_SLOT + num_slots, *state.shape), dtype=state.dtype, device=device)
@@ -151,10 +153,16 @@ class RecurrentStates:
             object.__setattr__(module, _LAYER, served)
             object.__setattr__(module, "forward", MethodType(_forward, module))
 
-    def begin(self, step: Step) -> None:
-        """Tell the layers which tokens of an eager step belong to which sequence."""
+    def begin(self, step: Step, *, probes: bool = False) -> None:
+        """Tell the layers which tokens of an eager step belong to which sequence.
+
+        Raises `ModelError` where layers would not compute it exactly, but for probes.
+        """
         if step.phase != "prefill" or not self.tensors:
             return
+        if not probes and (why := self._why_not(step)):
+            asked = f"a step of prompts of {step.num_tokens} tokens, which no graph serves"
+            raise ModelError(asked, found=why, remedy="ask for prefill buckets that hold it, or for --cache static")
         single: list[tuple[int, int]] = []
         runs: list[Run] = []
         rows: list[int] = []
@@ -175,6 +183,20 @@ class RecurrentStates:
         self.step.order = None
         if rows != list(range(first)):
             self.step.order = self._indices(sorted(range(first), key=rows.__getitem__))
+
+    def _why_not(self, step: Step) -> str:
+        """Return why layers would not compute a step of prompts exactly outside of a graph; "" where they would.
+
+        transformers' code bounds the steps of a whole prompt, and none of a single token's.
+        """
+        if not self._bounds_steps:
+            return ""
+        for part in step.parts:
+            last, length = part.first_position + part.num_tokens, len(part.sequence.prompt)
+            single = part.num_tokens == 1 and part.first_position
+            if (single and last <= length) or (not single and last > length):
+                return "its layers bound the steps of prompts alone, and this step cuts a prompt where they can't tell"
+        return ""
 
     def clear(self) -> None:
         """Forget the step that ran."""

@@ -71,6 +71,9 @@ class PagedRunner:
         self.reason, self.cache_rounding, self._before = paged.reason, paged.rounding, paged.native_attention
         self.max_step_tokens, self.whole_prompts = paged.max_step_tokens, paged.whole_prompts
         self.num_drafts = config.speculative
+        self._bounds_steps = paged.recurrence.bounds_steps
+        #: Why the graphs may be looked at alone, and no request served; "" where they may serve.
+        self.unserved = ""
         if paged.recurrence.layers and self.num_drafts:
             log.warning("no speculative decoding on recurrent states: a wrong draft can't be taken back from them")
             self.num_drafts = 0
@@ -244,7 +247,9 @@ class PagedRunner:
                 self.program.close()
                 self._staged = None
                 self._compile(buckets, config, packed=False, **how)
-        if self.report().modes["prefill"] == "off":
+        if not any(key.phase == "prefill" for key in self.program.keys):
+            if self._bounds_steps:
+                self.unserved = "its layers bound steps in prompts alone, and no graph of prompts does that here"
             self.reason += "; prompts run eagerly"
 
     def _run_probes(self, run: Callable[[Step], Tensor], probes: Sequence[list[int]]) -> Mapping[str, list[Tensor]]:
@@ -288,7 +293,7 @@ class PagedRunner:
         self._examples[step.phase] = [example, {**example, "input_ids": tensors["input_ids"].flip(0)}]
         if self._keeps_states:  # before passes made ops of it, a graph of prompts runs on one token of each alone
             self._examples["prefill"] = self._examples[step.phase]
-        self._paged.recurrent.begin(step)
+        self._paged.recurrent.begin(step, probes=True)
         logits = self._calls[step.phase].probed(**tensors)
         self._paged.recurrent.clear()
         ends = list(accumulate(part.num_rows for part in step.parts))

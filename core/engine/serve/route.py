@@ -75,7 +75,11 @@ def _make(
     try:
         if draft is not None:
             return run_with_draft(loaded, draft, device, config, **how)
-        return PagedRunner(model, device, config, sleeper=sleeper, **how), OwnText()
+        runner = PagedRunner(model, device, config, sleeper=sleeper, **how)
+        if runner.unserved:
+            runner.close()
+            raise NotPageable(runner.unserved)
+        return runner, OwnText()
     except NotPageable as refusal:
         # Pass the error as text: a handler that keeps records would keep the model alive through the error's frames.
         reason = str(refusal)

@@ -25,7 +25,7 @@ from core.engine.paged.blocks import FIRST_SLOT
 from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.step import Flight, Step, StepOutput
-from core.errors import UsageError
+from core.errors import ModelError, UsageError
 from tests.marks import slow_except
 from tests.recording import acme
 from tests.support import needs_states_in_caches
@@ -179,8 +179,15 @@ def test_steps_are_bounded_in_the_tokens_of_prompts_and_in_no_others(
         assert list(completion.token_ids) == chosen or dtype == torch.bfloat16
     if dtype == torch.float32:
         monkeypatch.setattr(step_states.TokenStates, "taken", unbounded)
-        with Engine(loaded, acme(), CONFIG) as engine:
-            assert "prompts run eagerly" in engine.route_reason
+        with pytest.raises(ModelError, match="bound steps in prompts alone"):
+            Engine(loaded, acme(), CONFIG)
+
+
+def test_bounds_of_prompts_are_not_lost_where_prompts_have_no_graphs() -> None:
+    """transformers' code for one token bounds none: a chunk of one, and tokens computed again, would be wrong."""
+    options = CompileOptions(mode="off")
+    with pytest.raises(ModelError, match="bound steps in prompts alone, and no graph of prompts does that here"):
+        Engine(limited(0.7, 1.0, "mamba2"), acme(), replace(CONFIG, options=options))
 
 
 def unbounded(self: step_states.TokenStates, pool: torch.Tensor, *_: float) -> torch.Tensor:

@@ -110,6 +110,8 @@ class _Merger:
     def _refusal(self, group: _Group) -> str:
         """Return why the calls can't be one, or ""."""
         first = group.given[0]
+        if sum(group.sizes) != value_of(group.whole).shape[-1]:
+            return "it does not split columns"
         for node, given in zip(group.nodes, group.given, strict=True):
             other = next(
                 (name for name in _SHARED if given[name] is not first[name] and given[name] != first[name]), ""

@@ -13,7 +13,7 @@ from torch import fx
 
 from core.common.ops.recurrent import SELECTIVE_STATE_UPDATE
 from core.common.passes import Index, Refused, Site, Viewed, same_size, same_sizes, view
-from core.common.passes.recurrent.axes import Seen
+from core.common.passes.recurrent.axes import Seen, seen
 from core.common.passes.recurrent.space_parts import added, before_bias, before_softplus, readers, result, seen_of
 from core.common.passes.recurrent.states import interior, loaded, read_states
 
@@ -95,7 +95,9 @@ def _product(new: fx.Node) -> tuple[fx.Node, Seen]:
     if len(shape) != 3 or not same_sizes(shape[:2], (sizes[0], sizes[2])) or not same_size(shape[2], 1):
         raise Refused(product, f"{product} is not the product of each feature's state with C")
     out = view.only_user(product)
-    squeezed = out is not None and view.kind(out) in ("squeeze", "view", "reshape", "getitem", "select")
+    held = None if out is None else seen(out, ends=(product,))
+    squeezed = held is not None and held.node is product and held.axes == (0, 1)
+    squeezed |= view.kind(out) in ("view", "reshape")
     if out is None or not squeezed or not same_sizes(view.shape(out) or (), sizes[:2]):
         raise Refused(product, f"{product} is not brought back to rows and features")
     return out, column.of(0, 1)

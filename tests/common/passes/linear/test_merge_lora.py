@@ -103,6 +103,19 @@ def kept(pair: Pair, x: Tensor) -> Any:
     return pair.a(x), pair.b(x).sin()
 
 
+def test_slices_of_rows_stay() -> None:
+    """What `merge_linears` never makes."""
+    a, b, slots = torch.randn(3 * RANK, 8), torch.randn(8, 3 * RANK), torch.arange(5) % 3
+
+    def rows(x: Tensor) -> Tensor:
+        added = [torch.ops.core.add_lora(part, x[:5] * 2, a, b, slots, rank=RANK, sizes=[8]) for part in x.split(5)]
+        return torch.cat(added)
+
+    graph = trace(rows, {"x": torch.randn(10, 8)})
+    (report,) = PassManager([MERGE_LORA], strict=True).run(graph.module, constants=constants_of(graph))
+    assert report.matched == 0 and "does not split columns" in report.near_misses[0].reason
+
+
 NEAR_MISSES: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "one has none": (plain, {"without": "a"}, "one of its slices has readers beside what adapters add"),
     "another rank": (plain, {"ranks": 8}, "another rank"),

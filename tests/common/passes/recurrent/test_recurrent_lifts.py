@@ -313,6 +313,11 @@ def rule(change: str) -> Step:
         outer = (q if change == "another key" else k).unsqueeze(-1) * delta.unsqueeze(-2)
         new = state + (outer.transpose(-1, -2) if change == "transposed" else outer)
         out = (new * (q.unsqueeze(-2) if change == "read along values" else q.unsqueeze(-1))).sum(-2)
+        if change == "a buffer is read early":
+            buffer = torch.ones(ROWS, 1, HEADS, KEYS)
+            early = buffer.sum()
+            buffer[:, 0] = out
+            return buffer + early, new
         kept = state if change == "the decayed state is kept" else new
         return out + (new.sum(-2) if change == "read again" else 0), kept
 
@@ -328,6 +333,7 @@ RULES = {
     "read along values": "is no key of each head",
     "the decayed state is kept": "is not written into",
     "read again": "which lies within",
+    "a buffer is read early": "before it is filled",
 }
 
 

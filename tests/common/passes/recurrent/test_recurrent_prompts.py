@@ -259,9 +259,16 @@ def summed(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> tuple[
     return (new * c[:, None]).sum(-1), new
 
 
+def in_another_order(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Show the features backwards, in a tensor of the same shape."""
+    new = state * torch.exp(dt[..., None] * -BY_STATE.exp()) + dt[..., None] * b[:, None] * x[..., None]
+    return torch.matmul(new, c[..., None])[:, list(range(x.shape[1]))[::-1], 0], new
+
+
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
+        (in_another_order, "is not brought back to rows and features"),
         (by_transposed_states, "is not a step of each feature times one number of each of its states"),
         (by_other_steps, "is not the product of step, B and x"),
         (summed, "is not multiplied with C"),
