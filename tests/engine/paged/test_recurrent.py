@@ -179,8 +179,8 @@ def test_the_self_check_finds_faults_of_states(
 ) -> None:
     begin = RecurrentStates.begin
 
-    def wrong(self: RecurrentStates, step: Step) -> None:
-        begin(self, step)
+    def wrong(self: RecurrentStates, step: Step, *, probes: bool = False) -> None:
+        begin(self, step, probes=probes)
         # The second chunk and the other prompt are the faulty step: the first one would be as wrong by itself.
         self.step.runs = tuple(map(fault, self.step.runs or ())) if len(self.step.runs or ()) > 1 else self.step.runs
 
