@@ -86,6 +86,11 @@ def instead_of_launching(do: Launched) -> Iterator[None]:
         _INSTEAD.reset(token)
 
 
+def takes_host_tensors() -> bool:
+    """Tell whether kernels take tensors in the host's memory: in the interpreter, or where none is launched."""
+    return INTERPRETED or _INSTEAD.get() is not None
+
+
 def order_fully(stream: int) -> None:
     """Have the next kernel on this stream start after all that the stream waits for has ended.
 
