@@ -13,7 +13,7 @@ from torch import Tensor
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent import chunks
-from core_cuda.ops.recurrent.chunks import CHUNK, PRECISION, decays_between, decays_to_end
+from core_cuda.ops.recurrent.chunks import CHUNK, PRECISION, decays_between
 from core_cuda.ops.recurrent.states import (
     exponential,
     num_sequences,
@@ -69,14 +69,16 @@ def _chunks_kernel(
             step = softplus(step)
         step = tl.where(real, within(step, bounded, rows, real, LEAST, MOST), 0.0)
         logs, added = step * rate, token * step[:, None]
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * decays_between(logs, CHUNK)
+        between = decays_between(logs, CHUNK)
+        to_end = tl.sum(tl.where(each[:, None] == CHUNK - 1, between, 0.0), 0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * between
         result = tl.dot(scores, added, input_precision=PRECISION)
         faded = exponential(tl.cumsum(logs, 0))[:, None]
         result += faded * tl.dot(queries, tl.trans(state), input_precision=PRECISION)
         if D is not None:
             result += token * tl.load(D + head * D_head).to(tl.float32)
         tl.store(out + (rows[:, None] * HEADS + head) * FEATURES + features, result, mask=shown_rows)
-        left = added * decays_to_end(logs, CHUNK)[:, None]
+        left = added * to_end[:, None]
         # Behind `where` the product is a sum of its own: the compiler would start it with the state, by whose size each
         # of its steps would round.
         new = tl.where(mask, tl.dot(tl.trans(left), keys, input_precision=PRECISION), 0.0)
