@@ -33,8 +33,8 @@ FETCHING = 192
 KNOWN = {("mqa drafts 512", c) for c in SHARED} | {("gemma 2", 100), ("8b codes, coded", 89), ("streamed int4, 1", 90)}
 KNOWN |= {("state space of prompts", 90)}
 """Calls, by capability, whose kernel spills more: heads of 512 with 64 rows, and of 256, are
-served there, not fast; 18 registers of deep tiles of 4-bit codes, which were the fastest on an H100 all the same; and of
-chunks of a state space, whose decays are nearly rounded."""
+served there, not fast; 18 registers of deep tiles of 4-bit codes, which were the fastest on an H100 all the same; and
+of chunks of a state space, whose decays are nearly rounded."""
 CALLS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "lora": (),
