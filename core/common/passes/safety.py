@@ -132,11 +132,10 @@ class _Checked:
         outside = [user for node in self.site.replaced for user in node.users if user not in self.interior]
         anchor = self.site.anchor
         fills = [self.order[writer] for writer in self.writes.writers(anchor) if writer in self.interior]
-        filled = bool(fills)
         for user in anchor.users:
-            if filled and user not in self.interior and self.order[user] < max(fills):
+            if user not in self.interior and self.order[user] < max(fills, default=-1):
                 raise Refused(user, f"{user.name} reads {anchor.name} before it is filled")
-        before = min(outside if filled and outside else [anchor, *outside], key=self.order.__getitem__)
+        before = min(outside if fills and outside else [anchor, *outside], key=self.order.__getitem__)
         for node in self.inputs:
             if self.order[node] >= self.order[before]:
                 raise Refused(node, f"input {node.name} is computed after {before.name}, which needs the result")

@@ -84,3 +84,8 @@ def of_logits(
         )
         for phase, function in functions.items()
     )
+
+
+def has_graphs(program: Any, phase: str) -> bool:
+    """Tell whether any graph of a program serves a phase: what could not be captured has been dropped, with a word."""
+    return any(key.phase == phase for key in program.keys)

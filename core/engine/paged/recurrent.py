@@ -135,7 +135,8 @@ class RecurrentStates:
         #: What the layers are given in the step that runs.
         self.step = RecurrentStep()
         self._device = device
-        self._bounds_steps = recurrence.bounds_steps
+        #: Whether layers bound the steps of their state spaces, in prompts alone.
+        self.bounds_steps = recurrence.bounds_steps
         layers = {
             module: {
                 state.key: torch.zeros((FIRST_SLOT + num_slots, *state.shape), dtype=state.dtype, device=device)
@@ -189,7 +190,7 @@ class RecurrentStates:
 
         transformers' code bounds the steps of a whole prompt, and none of a single token's.
         """
-        if not self._bounds_steps:
+        if not self.bounds_steps:
             return ""
         for part in step.parts:
             last, length = part.first_position + part.num_tokens, len(part.sequence.prompt)

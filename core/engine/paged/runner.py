@@ -71,7 +71,6 @@ class PagedRunner:
         self.reason, self.cache_rounding, self._before = paged.reason, paged.rounding, paged.native_attention
         self.max_step_tokens, self.whole_prompts = paged.max_step_tokens, paged.whole_prompts
         self.num_drafts = config.speculative
-        self._bounds_steps = paged.recurrence.bounds_steps
         #: Why the graphs may be looked at alone, and no request served; "" where they may serve.
         self.unserved = ""
         if paged.recurrence.layers and self.num_drafts:
@@ -97,7 +96,7 @@ class PagedRunner:
             self._compile(buckets, config, packed=True, **how)
             if self._keeps_states:
                 self._check_prompts(buckets, config, forward, **how)
-                if self.whole_prompts and self.report().modes["prefill"] != "off":
+                if self.whole_prompts and phases.has_graphs(self.program, "prefill"):
                     # The graphs continue a prompt, whatever the model's own code does.
                     self.whole_prompts, self.max_step_tokens = False, paged.chunk_tokens
         except BaseException:
@@ -238,7 +237,7 @@ class PagedRunner:
 
     def _check_prompts(self, buckets: Buckets, config: EngineConfig, own: OwnForward, **how: Any) -> None:
         """Run the self-check's prompts in graphs; compile anew without these where they give something else."""
-        if self.report().modes["prefill"] != "off":
+        if phases.has_graphs(self.program, "prefill"):
             self._paged.recurrent.begin_check()
             why = own.why_not(partial(self._run_probes, self._run_in_graph))
             self._paged.recurrent.end_check()
@@ -247,8 +246,8 @@ class PagedRunner:
                 self.program.close()
                 self._staged = None
                 self._compile(buckets, config, packed=False, **how)
-        if not any(key.phase == "prefill" for key in self.program.keys):
-            if self._bounds_steps:
+        if not phases.has_graphs(self.program, "prefill"):
+            if self._paged.recurrent.bounds_steps:
                 self.unserved = "its layers bound steps in prompts alone, and no graph of prompts does that here"
             self.reason += "; prompts run eagerly"
 
