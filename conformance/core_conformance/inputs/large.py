@@ -140,15 +140,25 @@ def quantize(draw: Draw) -> Iterator[Sample]:
 
 
 def quantized_linear(draw: Draw) -> Iterator[Sample]:
-    """Yield 1024 in, 96 out, both formats: scales by token and channel, and by group and block of 128."""
+    """Yield 1024 in, both formats: 96 out, scales by token and channel and by group; 128 out, by tensor and block.
+
+    Blocks are of 128 x 128. The last two have no bias: libraries' kernels take none.
+    """
     wide = at_least_fp32(draw.dtype)
+    forms: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
+        "by token": (96, (_ROWS, 1), (96, 1)),
+        "by group": (96, (_ROWS, 8), (96, 8)),
+        "by tensor": (128, (), ()),
+        "by block": (128, (_ROWS, 8), (1, 8)),
+    }
     for code in (torch.int8, torch.float8_e4m3fn):
-        codes = [draw(rows, _WIDTH, scale=40.0, dtype=torch.float32).to(code) for rows in (_ROWS, 96)]
-        for name, shapes in {"by token": ((_ROWS, 1), (96, 1)), "by group": ((_ROWS, 8), (96, 8))}.items():
+        for name, (columns, *shapes) in forms.items():
+            codes = [draw(rows, _WIDTH, scale=40.0, dtype=torch.float32).to(code) for rows in (_ROWS, columns)]
             scales = [draw(*shape, scale=0.002, shift=0.01, dtype=wide) for shape in shapes]
             call = {"x_codes": codes[0], "x_scale": scales[0], "w_codes": codes[1], "w_scale": scales[1]}
+            bias = draw(columns) if columns == 96 else None
             title = f"1024 wide, {str(code).removeprefix('torch.')} {name}"
-            yield Sample(name=title, kwargs={**call, "bias": draw(96), "out_dtype": draw.dtype})
+            yield Sample(name=title, kwargs={**call, "bias": bias, "out_dtype": draw.dtype})
 
 
 def parts(draw: Draw) -> Iterator[Sample]:

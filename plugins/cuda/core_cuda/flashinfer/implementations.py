@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from core.common.ops.implementation import OpImplementation, always
 from core_cuda.flashinfer import attention, gate, norm, presence, products
+from core_cuda.flashinfer.building import BLOCKS, not_ahead
 from core_cuda.ops.registration import OP_OF
 
 _KERNELS = {
@@ -20,6 +21,8 @@ _KERNELS = {
     "flashinfer_quantized_linear_blocks": (products.quantized_linear_blocks, products.why_not_blocks, always),
 }
 """Kernels by the names that users and reports call them, with condition and what is worth timing."""
+_AHEAD = {"flashinfer_quantized_linear_blocks": BLOCKS}
+"""Modules that must be built ahead where no other implementation takes such calls: they would run unasked."""
 _SLACK = {"flashinfer_quantized_linear_fast": products.FAST_SLACK}
 
 
@@ -31,9 +34,14 @@ def implementations() -> Sequence[OpImplementation]:
             name=name,
             fn=kernel,
             condition=condition,
-            missing=presence.why_not(),
+            missing=_missing(name),
             timed=worth,
             slack=_SLACK.get(name, 1.0),
         )
         for name, (kernel, condition, worth) in _KERNELS.items()
     )
+
+
+def _missing(name: str) -> str:
+    ahead = not_ahead(_AHEAD[name]) if name in _AHEAD else None
+    return presence.why_not() or ahead or ""

@@ -16,7 +16,7 @@ from torch import Tensor
 from core.common.ops.implementation import OpCall
 from core.common.ops.quantize.symmetric import QUANTIZED_LINEAR
 from core_cuda.flashinfer import presence
-from core_cuda.flashinfer.building import BLOCKS, HOPPER, not_ahead
+from core_cuda.flashinfer.building import HOPPER
 from core_cuda.ops import launching
 from core_cuda.ops.conditions import no_codes
 from core_cuda.ops.linear.quantized import FAST_SLACK as FAST_SLACK
@@ -77,11 +77,7 @@ def quantized_linear_fast(
 
 
 def why_not_blocks(call: OpCall) -> str | None:
-    """Return why the product with scales of blocks can't take a call, or None.
-
-    It is refused, too, while its module is not built ahead: where no other implementation takes such calls it would run
-    unasked, and be compiled first.
-    """
+    """Return why the product with scales of blocks can't take a call, or None."""
     args = call.args
     if reason := _common(call):
         return reason
@@ -102,7 +98,7 @@ def why_not_blocks(call: OpCall) -> str | None:
         )
     if any(one != many for one, many in zip(args["x_scale"].shape[:-1], args["x_codes"].shape[:-1], strict=True)):
         return "x_scale has fewer rows than x_codes, and the kernel takes scales for each row"
-    return not_ahead(BLOCKS)
+    return None
 
 
 @kernel_of(QUANTIZED_LINEAR, "flashinfer_blocks")
