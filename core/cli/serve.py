@@ -37,6 +37,7 @@ from core.cli.model_argument import (
 )
 from core.cli.output import status
 from core.cli.ranks import EXPERTS, TP, TP_TIMEOUT, check_experts, run_on_ranks, tried
+from core.cli.replicas import ADDRESS, RAY, REPLICAS, RESOURCE, check_ray, serve_by_replicas
 from core.common.collector import importing
 from core.errors import UsageError
 
@@ -99,6 +100,10 @@ def serve(
     tp: int | None = TP,
     tp_timeout: float = TP_TIMEOUT,
     experts: str = EXPERTS,
+    ray: bool = RAY,
+    replicas: str = REPLICAS,
+    ray_address: str | None = ADDRESS,
+    replica_resource: list[str] = RESOURCE,
 ) -> int:
     """Serve a model over HTTP with OpenAI's API until SIGTERM or Ctrl-C."""
     from core.engine.steps.runner import EngineConfig
@@ -137,6 +142,10 @@ def serve(
         loras=tuple((name, each.path) for name, each in adapters.items()),
     )
     check_name(device)
+    check_ray(ray=ray, replicas=replicas, address=ray_address, resources=replica_resource)
+    if ray:
+        given: dict[str, Any] = {"replicas": replicas, "address": ray_address, "resources": replica_resource}
+        return serve_by_replicas(config, **given, tp=tp, sequences=max_num_seqs)
     # From here on torch is imported.
     ranked: dict[str, Any] = {"draft_model": draft_model, "lora": lora, "drain_timeout_s": drain_timeout}
     if (code := run_on_ranks(tp, tp_timeout, **ranked)) is not None:

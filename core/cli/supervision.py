@@ -35,7 +35,7 @@ def supervised(work: Callable[[], int], report: Callable[[CoreError], None]) -> 
     parent, child = os.getpid(), os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        _end_with(parent)
+        end_with(parent)
         trail.follow()
         try:
             return work()
@@ -56,7 +56,7 @@ def supervised(work: Callable[[], int], report: Callable[[CoreError], None]) -> 
     return 2
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Ask the kernel to end this process with its parent; if it can't, an orphan runs to its own end."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""Several servers of one model, placed, watched and replaced by Ray Serve: `core serve --ray`."""
