@@ -48,6 +48,10 @@ def gpt_oss_gate(hidden: Tensor, *, factor: float = 1.702, low: float = -0.5) ->
     return (up + 1) * (gate * torch.sigmoid(gate * factor))
 
 
+def relu_squared(hidden: Tensor) -> Tensor:
+    return torch.square(F.relu(hidden))
+
+
 def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Return the grouped product as transformers traces it: torch's own in bf16, else an op of its own."""
     if rows.dtype == torch.bfloat16:
@@ -92,10 +96,19 @@ def over_experts(rows: Tensor, x: Tensor) -> Tensor:
 class Experts(nn.Module):
     """Experts written as transformers' grouped_mm_experts_forward; each step can be replaced by another.
 
-    sentinels: rows of experts that are not here are cleared, as under expert parallelism.
+    sentinels: rows of experts that are not here are cleared, as under expert parallelism. gated: the first product
+    gives two halves, of which `gate` makes one; else `gate` takes all of it.
     """
 
-    def __init__(self, dtype: torch.dtype, *, transposed: bool = False, sentinels: bool = False, **steps: Step) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        transposed: bool = False,
+        sentinels: bool = False,
+        gated: bool = True,
+        **steps: Step,
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(7)
 
@@ -103,9 +116,10 @@ class Experts(nn.Module):
             values = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.4
             return nn.Parameter(values.to(dtype), requires_grad=False)
 
-        shapes = ((2 * INNER, SIZE), (SIZE, INNER))
+        width = 2 * INNER if gated else INNER
+        shapes = ((width, SIZE), (SIZE, INNER))
         self.first, self.second = (draw(EXPERTS, *(reversed(s) if transposed else s)) for s in shapes)
-        self.first_bias, self.second_bias = draw(EXPERTS, 2 * INNER), draw(EXPERTS, SIZE)
+        self.first_bias, self.second_bias = draw(EXPERTS, width), draw(EXPERTS, SIZE)
         self.sentinels = sentinels
         self.gate = steps.get("gate", silu_gate)
         self.project = steps.get("project", plain)
@@ -160,12 +174,19 @@ def calls(graph: TracedGraph, target: object = GROUPED_MLP.overload) -> list[fx.
 
 GPT_OSS = {"transposed": True, "project": transposed_with_biases, "gate": gpt_oss_gate}
 QUICK = {"kind": "quick_gelu", "interleaved": True, "limit": 0.5, "up_offset": 1.0, "transposed": True}
+NEMOTRON: dict[str, Any] = {"gated": False, "gate": relu_squared}
+RELU2 = {"kind": "relu2", "gated": False}
+BIASED: dict[str, Any] = {"transposed": True, "project": transposed_with_biases}
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mixtral": ({}, {"kind": "silu", "transposed": False, "limit": 0.0, "gate_up_bias": None, "down_bias": None}),
     "gpt-oss": (GPT_OSS, QUICK),
     "biases at once": ({**GPT_OSS, "project": transposed_with_biases_at_once}, QUICK),
     "expert parallel": ({"sentinels": True}, {"kind": "silu"}),
     "expert parallel with biases": ({**GPT_OSS, "sentinels": True}, QUICK),
+    "nemotron-h": (NEMOTRON, {**RELU2, "gate_up_bias": None, "down_bias": None}),
+    "no gate, silu": ({"gated": False, "gate": F.silu}, {"kind": "silu", "gated": False}),
+    "no gate, biases": ({**NEMOTRON, **BIASED}, {**RELU2, "transposed": True}),
+    "no gate, expert parallel": ({**NEMOTRON, "sentinels": True}, RELU2),
     "inverse by sorting": ({"restore": lambda rows, order: rows[torch.argsort(order)]}, {"kind": "silu"}),
 }
 
@@ -227,8 +248,15 @@ def other_ends(rows: Tensor, matrices: Tensor, ends: Tensor, experts: Tensor, bi
 NEAR_MISSES: dict[str, tuple[dict[str, Any], str]] = {
     "the second half is the gate": ({"gate": up_first}, "activates the second half"),
     "another factor": ({**GPT_OSS, "gate": partial(gpt_oss_gate, factor=1.6)}, "1.6"),
-    "another limit for up": ({**GPT_OSS, "gate": partial(gpt_oss_gate, low=-0.4)}, "is no gate of the two halves"),
-    "no gate": ({"gate": lambda h: F.silu(h)[..., :INNER]}, "is no gate of the two halves"),
+    "another limit for up": ({**GPT_OSS, "gate": partial(gpt_oss_gate, low=-0.4)}, "no gate of its two halves"),
+    "no gate": ({"gate": lambda h: F.silu(h)[..., :INNER]}, "no gate of its two halves"),
+    "an activation that the op lacks": ({"gated": False, "gate": F.mish}, "is no activation of"),
+    "silu rounded once more": ({"gated": False, "gate": lambda h: h * torch.sigmoid(h)}, "rounds once more"),
+    "relu squared of a part": (
+        {**NEMOTRON, "gated": True, "gate": lambda h: relu_squared(h[..., :INNER])},
+        "is no act",
+    ),
+    "an activation twice": ({"gated": False, "gate": lambda h: F.relu(h).square() + 0.0 * F.relu(h)}, "is no act"),
     "read before the bias": ({**GPT_OSS, "project": bias_after_a_look}, "is read before"),
     "one bias for all": ({"project": other_bias}, "is no bias of each row's expert"),
     "other ends for the second product": ({"project": other_ends}, "divides its rows otherwise"),
@@ -283,7 +311,9 @@ def test_experts_in_another_order_are_near_misses() -> None:
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    slow_except([(n, t) for n in ("mixtral", "gpt_oss", "deepseek_v3") for t in (F32, BF16)], ("mixtral", BF16)),
+    slow_except(
+        [(n, t) for n in ("mixtral", "gpt_oss", "deepseek_v3", "nemotron_h") for t in (F32, BF16)], ("mixtral", BF16)
+    ),
     ids=str,
 )
 def test_a_model_is_lifted_whole(name: str, dtype: torch.dtype) -> None:
