@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 pytest.importorskip("transformers.integrations.moe", reason="needs the extra 'hf'")
 
+from core.common.numerics import judge
 from core.common.ops.mlp.activation import GATED_ACTIVATION_FUSED
 from core.common.ops.moe.experts import GROUPED_MLP
 from core.common.ops.moe.route import MOE_ROUTE
@@ -25,11 +26,13 @@ from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
+from core.engine.check.graphs import engine_graphs
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.verify.execution import run_graph
 from core.verify.verify import checker
 from tests.marks import slow_except
+from tests.support import cpu, needs_states_in_caches
 
 F32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -339,3 +342,24 @@ def test_a_model_is_lifted_whole(name: str, dtype: torch.dtype) -> None:
     assert not any("experts" in str(n.args[0]) for n in calls(graph, GATED_ACTIVATION_FUSED.overload))
     after = run_graph(graph.module, values).outputs[0]
     assert torch.equal(after, before) if dtype is BF16 else after.shape == before.shape
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("changes", [{}, {"attn_implementation": "eager"}, {"moe_latent_size": 24}], ids=str)
+@DTYPES
+def test_experts_without_a_gate_are_lifted_in_the_engines_graphs(
+    phase: str, dtype: torch.dtype, changes: dict[str, Any]
+) -> None:
+    needs_states_in_caches()
+    loaded = build_model(tiny_config("nemotron_h", **changes), torch_device=torch.device("cpu"), dtype=dtype)
+    with engine_graphs(loaded, cpu(), cache="paged", phases=(phase,)) as (graph,):
+        module, (values, *_) = graph.traced.module, graph.values()
+        before, exact = run_graph(module, values), run_graph(module, values, fp64=True)
+        report = lift(graph.traced, values)
+        assert report.matched == 1 and not report.near_misses
+        after = run_graph(module, values)
+    (node,) = calls(graph.traced)
+    assert (node.kwargs["kind"], node.kwargs["gated"]) == ("relu2", False)
+    assert judge(after.outputs[0], before.outputs[0], exact.outputs[0]).passed
