@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import core
-from core.errors import UsageError
+from core.errors import UnknownDeviceError, UsageError
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -114,6 +114,15 @@ def test_a_sentence_encoder() -> None:
 def test_a_pipeline_without_modules_is_refused() -> None:
     with pytest.raises(UsageError, match=r"holds none in its attributes"):
         core.optimize(SimpleNamespace(model=3))
+
+
+def test_a_device_is_opened_at_once() -> None:
+    model = core.optimize(nn.Linear(4, 4).eval(), "cpu", lowering="inline")
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert core.backend_report().calls == 1
+    with pytest.raises(UnknownDeviceError, match="no installed plugin has that name"):
+        core.optimize(nn.Linear(4, 4), "nowhere")
 
 
 def test_wrong_options_are_refused_at_once() -> None:
