@@ -19,7 +19,7 @@ from core.compilation.shared_trace import copy_graph
 from core.compilation.trace.traced import ConstantSlot, InputSlot, OutputTree, TracedGraph
 from core.dynamo.arguments import Arguments, Weights, fix_numbers, hint, sizes_of
 from core.dynamo.captures import Captures, Run
-from core.dynamo.original import SHARED
+from core.dynamo.original import SHARED, drop_idle_autocast
 from core.errors import CoreError, one_line
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class CompiledGraph:
         """
         self._original: FlatCallable = graph.forward
         self._graph = copy_graph(graph, lazy=True)  # kept as it was traced: other numbers need other rewrites
+        drop_idle_autocast(self._graph)
         self._arguments = Arguments(self._graph, examples)
         self._options, self._device, self._account = options, device, account
         self._rewriter = Rewriter(device, options.switches, strict=options.strict, verify=options.verify)

@@ -122,6 +122,28 @@ def test_autocast_runs_as_traced() -> None:
 
 
 @torch.no_grad()
+def test_autocast_that_is_switched_off_changes_nothing() -> None:
+    model, x = Block().eval(), torch.randn(4, 32)
+
+    def careful(x: Tensor) -> Tensor:  # as diffusion models guard their norms
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            y: Tensor = model(x)
+        return y
+
+    def nested(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return careful(x) + model(x)
+
+    run = compiled(careful)
+    torch.testing.assert_close(run(x), model(x))
+    assert (only_graph().original, only_graph().matched["lift_rms_norm"]) == ("", 1)
+    with torch.autocast("cpu", torch.bfloat16):  # what is switched off matters here
+        assert torch.equal(run(x), careful(x))
+    assert torch.equal(compiled(nested)(x), nested(x))
+    assert ["autocast" in graph.original for graph in core.backend_report().graphs] == [False, True, True]
+
+
+@torch.no_grad()
 def test_graph_breaks_are_named_and_counted() -> None:
     def broken(x: Tensor) -> Tensor:
         x = x * 2
