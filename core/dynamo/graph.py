@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from core.common.lowering import FlatCallable, LoweringRequest
+from core.common.passes.metadata import equalities_guarded
 from core.compilation.implementations import choose_implementations
 from core.compilation.rewriting import Rewriter
 from core.compilation.shared_trace import copy_graph
@@ -81,7 +82,8 @@ class CompiledGraph:
         self._sizes = sizes_of(examples, self._arguments.nodes)
         self._forms: dict[tuple[float, ...] | None, _Form] = {}
         numbers = self._arguments.number_key(examples)
-        self._form_of(numbers, [tuple(map(hint, examples))])
+        with equalities_guarded():  # Dynamo makes its guards after this returns
+            self._form_of(numbers, [tuple(map(hint, examples))])
         self._weights.clear()  # the model's own, which may go before this graph does
 
     def __call__(self, *args: Any) -> Sequence[Tensor]:

@@ -92,11 +92,10 @@ def _called(target: object) -> Iterator[tuple[str, nn.Module]]:
 def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield a module and those of its parts that its other methods call past its own `__call__`."""
     if isinstance(module, nn.Sequential) and hasattr(module, "encode"):
-        # A sentence encoder: `encode` calls `forward`, which calls the parts; the first holds the model.
+        # A sentence encoder: `encode` calls `forward`, which calls the parts. The first of these calls its model, in
+        # some versions by `forward` as well, so the part is what can be compiled.
         for name, child in module.named_children():
-            inner = getattr(child, "auto_model", None)
-            where = _join(path, name)
-            yield (_join(where, "auto_model"), inner) if isinstance(inner, nn.Module) else (where, child)
+            yield _join(path, name), child
         return
     yield path, module
     if hasattr(module, "get_encoder") or hasattr(module, "encode") or hasattr(module, "decode"):

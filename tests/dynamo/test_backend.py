@@ -208,6 +208,28 @@ def test_symbolic_sizes_and_numbers(lowering: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_growing_cache_stays_attention(dtype: torch.dtype) -> None:
+    attend = nn.functional.scaled_dot_product_attention
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, torch.cat((k, q), -2), torch.cat((v, q), -2))
+
+    def drawn(length: int) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (torch.randn(2, 3, size, 16, dtype=dtype) for size in (1, length, length))
+        for cache in (k, v):
+            torch._dynamo.mark_dynamic(cache, 2)
+        return q, k, v
+
+    run = compiled(step, device=acme())
+    for length in (7, 9, 12):
+        given = drawn(length)
+        torch.testing.assert_close(run(*given), step(*given))
+    graph = only_graph()
+    assert (graph.matched["lift_attention"], graph.calls) == (1, 3)
+
+
+@torch.no_grad()
 def test_numbers_that_change_get_rewrites_of_their_own() -> None:
     def scaled(x: Tensor, eps: float) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
