@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -183,7 +182,8 @@ def _no_guards(mode: FakeTensorMode | None) -> Iterator[None]:
 
 def _is_guarded(guard: Any) -> bool:
     """Tell whether a guard says that two symbolic sizes are equal, and somebody checks that before each call."""
-    return _EQUALITIES.get() and isinstance(guard, sympy.Eq) and all(side.free_symbols for side in guard.args)
+    is_equality = getattr(guard, "rel_op", "") == "=="
+    return _EQUALITIES.get() and is_equality and all(side.free_symbols for side in guard.args)
 
 
 class _Recorder(fx.Interpreter):
