@@ -41,6 +41,9 @@ class _Form:
     added: tuple[Tensor, ...]
     #: The weights that lie in these, each with its address.
     places: tuple[tuple[int, int], ...] = ()
+    #: Whether it still reads Python's floating numbers from its arguments. Inductor returns what it computes of these
+    #: rounded to fp32.
+    reads_numbers: bool = False
 
     def holds(self, args: Sequence[Any]) -> bool:
         """Tell whether the weights that passes have joined are still where they were joined."""
@@ -157,7 +160,12 @@ class CompiledGraph:
         added = [slot for slot in rewritten.traced.slots[len(names) :] if isinstance(slot, ConstantSlot)]
         parts = {id(part) for slot in added if slot.packing for part in slot.packing.present}
         places = tuple((i, tensor.data_ptr()) for i, tensor in known.items() if id(tensor) in parts)
-        return _Form(module=module, added=tuple(slot.value for slot in added), places=places)
+        return _Form(
+            module=module,
+            added=tuple(slot.value for slot in added),
+            places=places,
+            reads_numbers=numbers is None and bool(self._arguments.numbers),
+        )
 
     def _run_of(self, form: _Form, args: Sequence[Any]) -> Run:
         """Lower a graph for the shapes of these arguments, and capture it where the device does."""
@@ -166,11 +174,17 @@ class CompiledGraph:
         any_size = next(iter(sorted(lowerings.any_size)), None)
         shared = self._lowering in lowerings.any_size
         name = self._lowering
-        if not shared and len(self._runs) >= self._options.max_shapes and any_size is not None:
-            self._account.note(
-                f"more than {self._options.max_shapes} shapes: the others share one callable of lowering {any_size!r}"
-            )
-            name, shared = any_size, True
+        if not shared and any_size is not None:
+            many = len(self._runs) >= self._options.max_shapes
+            if form.reads_numbers:
+                self._account.note(f"numbers that stay arguments are computed with by lowering {any_size!r}")
+            elif many:
+                self._account.note(
+                    f"more than {self._options.max_shapes} shapes: the others share one callable of lowering "
+                    f"{any_size!r}"
+                )
+            if form.reads_numbers or many:
+                name, shared = any_size, True
         lowered = self._generic.get(id(form)) if shared else None
         if lowered is None:
             lowered = self._lower(name, form.module, values)

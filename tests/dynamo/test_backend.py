@@ -242,6 +242,21 @@ def test_numbers_that_change_get_rewrites_of_their_own() -> None:
 
 
 @torch.no_grad()
+def test_results_of_numbers_that_stay_arguments_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core.dynamo.graph._MAX_NUMBERS", 0)
+
+    def scaled(x: Tensor, scale: float) -> tuple[Tensor, float]:
+        return x * scale, scale * 2
+
+    run, x = torch.compile(scaled, backend="core", dynamic=True, options={"lowering": "inductor"}), torch.randn(4)
+    for scale in (0.1, 0.2):
+        found, doubled = run(x, scale)
+        assert torch.equal(found, x * scale)
+        assert doubled == scale * 2
+    assert any("are computed with by lowering 'inline'" in note for note in only_graph().notes)
+
+
+@torch.no_grad()
 def test_more_shapes_than_allowed_share_one_callable() -> None:
     device = core.select_device("cpu")
     lowered: list[int] = []
