@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.common.numerics import MIN_ELEMENTS, Fp64Mode, judge, judge_pooled
 from core.common.ops.declaration import CanonicalOp
@@ -58,6 +59,18 @@ def faked(op: CanonicalOp, call: Call) -> list[Tensor]:
     mode = FakeTensorMode()
     with mode:
         return listed(op.overload(**{k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in call.items()}))
+
+
+class OpsSeen(TorchDispatchMode):
+    """Names the ops that run inside, as `aten.mm.default`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def moved(call: Call, device: torch.device) -> dict[str, Any]:

@@ -1,18 +1,30 @@
-"""Shows a report of `core bench` in a terminal: one table of figures that fits 80 columns, then what was checked, and
-notes."""
+"""A report of `core bench` in words: one table of figures that fits 80 columns, then what was checked, and notes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from core.bench.cells import BenchReport, CellReport, Record
 from core.compilation.report import counted
 
-_COLUMNS = ("", "ms", "least - most", "graph\nalone", "floor\n/ ms", "against\neager", "start\ns")
+COLUMNS = ("", "ms", "least - most", "graph\nalone", "floor\n/ ms", "against\neager", "start\ns")
+"""Heads of the table of figures."""
+_STYLES = {"floor": "dim", "figure": "", "core": "bold", "failed": "red", "given": "dim"}
 
 _MOST_NAME = 56
 _MOST_KERNELS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A row of the table of figures: a cell's floor, or a subject in that cell."""
+
+    #: One text for each of `COLUMNS`; those at the end may be missing.
+    cells: tuple[str, ...]
+    #: floor, figure, core, failed or given (another's figure, from `--reference`).
+    kind: str
 
 
 def renderables(report: BenchReport) -> Iterator[Any]:
@@ -20,34 +32,19 @@ def renderables(report: BenchReport) -> Iterator[Any]:
     start."""
     from rich.table import Table
 
-    facts = report.facts
-    if facts.get("interrupted"):
-        yield f"INTERRUPTED {facts['interrupted']}"
-    yield (
-        f"{facts['model']['title']}: {facts['model']['class']}, {facts['model']['num_parameters'] / 1e6:.1f} M "
-        f"parameters, {facts['model']['dtype']}; {facts['device']['name']}: {facts['device']['product']}, plugin "
-        f"{facts['device']['plugin']} {facts['device']['version']}; torch {facts['versions']['torch']}, transformers "
-        f"{facts['versions']['transformers']}"
-    )
-    rates = report.rates
-    reads = "".join(
-        f"{rate / 1e9:.1f} GB/s (read, {counted(threads, 'threads')}), " for threads, rate in rates.reads.items()
-    )
-    yield (
-        f"measured here: {rates.bytes_per_s / 1e9:.1f} GB/s (copies of {rates.copy_bytes / 2**20:.0f} MiB, read plus "
-        f"written), {reads}{rates.flops_per_s / 1e12:.3g} TFLOP/s ({rates.dtype} products of size {rates.matmul_size})"
-    )
+    interrupted, model, rates = facts_of(report)
+    if interrupted[1]:
+        yield f"INTERRUPTED {interrupted[1]}"
+    yield from (model[1], ": ".join(rates))
     table = Table(box=None, pad_edge=False)
-    for column in _COLUMNS:
+    for column in COLUMNS:
         table.add_column(column, justify="right" if column else "left", vertical="bottom", no_wrap=bool(column))
     for cell in report.cells:
-        _add(table, cell, report)
+        for row in rows_of(cell, report):
+            first, *rest = row.cells
+            table.add_row(first if row.kind == "floor" else f"  {first}", *rest, style=_STYLES[row.kind])
     yield table
-    yield from _checks(report)
-    for cell in report.cells:
-        for record in cell.records:
-            yield from (f"note, {cell.cell.name}, {record.subject}: {note}" for note in dict.fromkeys(record.notes))
-    yield from (f"not measured: {name}: {why}" for name, why in facts["settings"]["missing"].items())
+    yield from notes_of(report)
     for cell in report.cells:
         if cell.kernels is not None:
             yield from _kernels(cell.cell.name, cell.kernels)
@@ -55,42 +52,95 @@ def renderables(report: BenchReport) -> Iterator[Any]:
         yield from start_lines(report.start)
 
 
-def _add(table: Any, report: CellReport, whole: BenchReport) -> None:
+def facts_of(report: BenchReport) -> tuple[tuple[str, str], ...]:
+    """Return name and text of: what an interrupt left unmeasured ("" without one), the model, the rates."""
+    facts, rates = report.facts, report.rates
+    reads = "".join(
+        f"{rate / 1e9:.1f} GB/s (read, {counted(threads, 'threads')}), " for threads, rate in rates.reads.items()
+    )
+    return (
+        ("interrupted", facts.get("interrupted") or ""),
+        (
+            "model",
+            f"{facts['model']['title']}: {facts['model']['class']}, {facts['model']['num_parameters'] / 1e6:.1f} M "
+            f"parameters, {facts['model']['dtype']}; {facts['device']['name']}: {facts['device']['product']}, plugin "
+            f"{facts['device']['plugin']} {facts['device']['version']}; torch {facts['versions']['torch']}, "
+            f"transformers {facts['versions']['transformers']}",
+        ),
+        (
+            "measured here",
+            f"{rates.bytes_per_s / 1e9:.1f} GB/s (copies of {rates.copy_bytes / 2**20:.0f} MiB, read plus written), "
+            f"{reads}{rates.flops_per_s / 1e12:.3g} TFLOP/s ({rates.dtype} products of size {rates.matmul_size})",
+        ),
+    )
+
+
+def rows_of(report: CellReport, whole: BenchReport) -> Iterator[Row]:
+    """Yield the rows of a cell: its floor, its subjects in the order asked for, and what others stated."""
     eager = next((r.median_ms for r in report.records if r.subject == "eager"), None)
     floor = report.floor
     what = "bytes" if floor.bytes_ms >= floor.flops_ms else "flops"
-    table.add_row(report.cell.name, ms(floor.ms), f"floor ({what})", style="dim")
+    yield Row(cells=(report.cell.name, ms(floor.ms), f"floor ({what})"), kind="floor")
     for record in report.records:
         median = record.median_ms
         if record.failure or median is None:
-            table.add_row(f"  {record.subject}", "-", "FAILED" if record.failure else "not measured", style="red")
+            cells: tuple[str, ...] = (record.subject, "-", "FAILED" if record.failure else "not measured")
+            yield Row(cells=cells, kind="failed")
             continue
         graph = sorted(record.replay_ms)
-        table.add_row(
-            f"  {record.subject}",
+        cells = (
+            record.subject,
             ms(median),
             f"{ms(min(record.rounds_ms))} - {ms(max(record.rounds_ms))}",
             ms(graph[len(graph) // 2]) if graph else "",
             f"{floor.ms / median:.0%}",
             f"{eager / median:.2f}x" if eager is not None else "",
             f"{record.start_s:.1f}",
-            style="bold" if record.subject == "core" else "",
         )
-    for name, cells in whole.references.items():
-        if report.cell.name in cells:
-            median = cells[report.cell.name]
+        yield Row(cells=cells, kind="core" if record.subject == "core" else "figure")
+    for name, others in whole.references.items():
+        if report.cell.name in others:
+            median = others[report.cell.name]
             ratio = f"{eager / median:.2f}x" if eager is not None else ""
-            table.add_row(f"  {name}", ms(median), "given", "", f"{floor.ms / median:.0%}", ratio, style="dim")
+            yield Row(cells=(name, ms(median), "given", "", f"{floor.ms / median:.0%}", ratio), kind="given")
+
+
+def notes_of(report: BenchReport) -> Iterator[str]:
+    """Yield what stands below the table: checks, those that found something first, notes, and what is missing."""
+    yield from _checks(report)
+    for cell in report.cells:
+        for record in cell.records:
+            yield from (f"note, {cell.cell.name}, {record.subject}: {note}" for note in dict.fromkeys(record.notes))
+    yield from (f"not measured: {name}: {why}" for name, why in report.facts["settings"]["missing"].items())
 
 
 def _checks(report: BenchReport) -> Iterator[str]:
-    """Yield a line for each failure and for what each comparison with eager says; cells of equal texts share one."""
+    """Yield a line for each failure and difference, equal ones of several cells as one; then what agrees with eager."""
     said: dict[tuple[str, str], list[str]] = {}
+    agreed: dict[str, list[tuple[int, bool]]] = {}
     for cell in report.cells:
         for record in cell.records:
-            if text := f"FAILED: {record.failure}" if record.failure else check_text(record):
+            if not record.failure and _agrees(record):
+                logits = bool(record.verdict.get("logits"))
+                agreed.setdefault(record.subject, []).append((record.verdict["tokens_compared"], logits))
+            elif text := f"FAILED: {record.failure}" if record.failure else check_text(record):
                 said.setdefault((record.subject, text), []).append(cell.cell.name)
     yield from (f"{subject}, {', '.join(cells)}: {text}" for (subject, text), cells in said.items())
+    same: dict[str, list[str]] = {}
+    for subject, found in agreed.items():
+        held = sum(logits for _, logits in found)
+        where = "" if held == len(found) else f" in {counted(held, 'cells')}"
+        logits_text = f"; logits hold T1{where}" if held else ""
+        text = f"{counted(sum(tokens for tokens, _ in found), 'tokens')} equal in {counted(len(found), 'cells')}"
+        same.setdefault(f"{text}{logits_text}", []).append(subject)
+    yield from (f"{', '.join(subjects)}: {text}" for text, subjects in same.items())
+
+
+def _agrees(record: Record) -> bool:
+    """Return whether everything that was judged of a subject is as it should be."""
+    logits = record.verdict.get("logits")
+    judged = bool(record.verdict.get("tokens_equal")) and not record.verdict.get("logits_skipped")
+    return judged and (not logits or bool(logits["passed"]))
 
 
 def check_text(record: Record) -> str:

@@ -107,6 +107,7 @@ def bench(
         None, help="Write core.bench/1 (core.bench_load/1 with --serve) to this file; - for standard output."
     ),
     plot: Path | None = typer.Option(None, help="Draw the figures into this .svg (or .png, by matplotlib)."),
+    html: Path | None = typer.Option(None, metavar="FILE", help="Write one self-contained HTML page."),
     tp: int | None = TP,
     tp_timeout: float = TP_TIMEOUT,
 ) -> int:
@@ -131,7 +132,7 @@ def bench(
     for option, value in (("--context", tokens), ("--rounds", rounds), ("--steps", steps)):
         check_positive(option, (value,))
     batches, prompts = (check_positive(o, numbers(o, t)) for o, t in (("--batch", batch), ("--prefill", lengths)))
-    for option, path in (("--json", json), ("--plot", plot)):
+    for option, path in (("--json", json), ("--plot", plot), ("--html", html)):
         check_file(option, path)
     switches = pass_switches(with_pass, only_pass, no_pass, no_passes)
     options = compile_options(mode, lowering, switches, strict=strict, provider=provider, measure=measure)
@@ -141,6 +142,7 @@ def bench(
     from core.bench.model import engine_options
     from core.bench.peers.choosing import choose
     from core.bench.plots.file import check_plot, write_plot
+    from core.bench.plots.page import to_html
     from core.engine.parallel.rank import open_device
     from core.engine.steps.runner import EngineConfig
 
@@ -191,11 +193,13 @@ def bench(
     if not rank.leads:
         return 0
     if json is not None:
-        _write_json(report, json, plot)
+        _write_json(report, json, plot=plot, html=html)
     if plot is not None:
         write_plot(report, plot)
+    if html is not None:
+        html.write_text(to_html(report), encoding="utf-8")
     if json != _STDOUT:
-        _print(report, [path for path in (json, plot) if path is not None])
+        _print(report, [path for path in (json, plot, html) if path is not None])
     return 1 if failed(report) else 0
 
 
@@ -274,8 +278,9 @@ def _pythons(asked: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _write_json(report: BenchReport, path: Path, plot: Path | None) -> None:
-    text = json_text("core.bench/1", **report.to_json(), plot=None if plot is None else str(plot))
+def _write_json(report: BenchReport, path: Path, **written: Path | None) -> None:
+    names = {name: None if file is None else str(file) for name, file in written.items()}
+    text = json_text("core.bench/1", **report.to_json(), **names)
     if path == _STDOUT:
         sys.stdout.write(f"{text}\n")
     else:

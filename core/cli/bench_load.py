@@ -35,6 +35,7 @@ _NOT_SERVED = (
     "start",
     "reference",
     "plot",
+    "html",
 )
 _WARM_UP = 8
 """Requests that are served before the load that counts: the first steps of a process are slow."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -152,7 +155,7 @@ def check_file(option: str, path: Path | None) -> None:
 def print_warnings(warnings: tuple[str, ...]) -> None:
     """Print one line per warning to standard error."""
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        _print_error(f"warning: {warning}")
 
 
 def print_core_error(error: CoreError, *, as_json: bool, debug: bool) -> None:
@@ -165,7 +168,21 @@ def print_core_error(error: CoreError, *, as_json: bool, debug: bool) -> None:
         lines = [f"error: {error}", *(f"   note: {note}" for note in notes_of(error))]
         if error.__cause__ is not None:
             lines.append("  (run with --debug for the traceback)")
-        print("\n".join(lines), file=sys.stderr)
+        _print_error("\n".join(lines))
+
+
+def _print_error(text: str) -> None:
+    """Print to standard error; a terminal gets lines that break between words and go on as indented as they began."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(_wrapped(line, width) for line in text.splitlines())
+    print(text, file=sys.stderr)
+
+
+def _wrapped(line: str, width: int) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(line, width, subsequent_indent=f"{indent}  ", **how) or line
 
 
 def print_usage_error(error: Any, *, as_json: bool) -> None:
@@ -174,7 +191,9 @@ def print_usage_error(error: Any, *, as_json: bool) -> None:
         fields = {"asked": "the command line", "found": error.format_message(), "remedy": "see --help", "notes": []}
         print_json("core.error/1", error={"type": "UsageError", **fields})
     else:
-        error.show()
+        shown = StringIO()
+        error.show(file=shown)
+        _print_error(shown.getvalue().rstrip("\n"))
 
 
 def print_internal_error(error: Exception, *, as_json: bool, debug: bool) -> None:
@@ -193,7 +212,7 @@ def print_internal_error(error: Exception, *, as_json: bool, debug: bool) -> Non
     elif not debug:
         notes = [f"   note: {' '.join(note.split())}" for note in notes_of(error)]
         first = f"{' '.join(text.split())}; run with --debug for the traceback"
-        print("\n".join([first, *notes]), file=sys.stderr)
+        _print_error("\n".join([first, *notes]))
 
 
 @contextmanager

@@ -117,11 +117,22 @@ def check_breaks(phase: str, break_at: Sequence[str], names: Mapping[str, str]) 
         )
 
 
+def check_model(model: object) -> None:
+    """Refuse what is no module and no function: a class is called to make one."""
+    if isinstance(model, type) or not callable(model):
+        raise UsageError(
+            f"compiling {model!r}",
+            found="a class, not an instance of it" if isinstance(model, type) else "it can't be called",
+            remedy="make the model first: core.compile(Model(), …)"
+            if isinstance(model, type)
+            else "pass a module or a function",
+        )
+
+
 def check_signature(model: Callable[..., Any], inputs: Mapping[str, InputSpec], guards: Mapping[str, object]) -> None:
     """Refuse names of inputs and guards that the model does not take, before Dynamo says so in its own words."""
+    check_model(model)
     function = model.forward if isinstance(model, torch.nn.Module) else model
-    if not callable(function):
-        raise UsageError(f"compiling {model!r}", found="it can't be called", remedy="pass a module or a function")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none

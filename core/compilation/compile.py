@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core.common.fakes import apply_late
-from core.compilation.capture.inputs import Buckets, InputSpec
+from core.compilation.capture.inputs import Buckets
 from core.compilation.declared import Declared, Dynamic, ExampleInputs, declare
 from core.compilation.options import CompileOptions, Verify, options_of
 from core.compilation.pipeline import make_program
@@ -18,6 +18,8 @@ from core.errors import UsageError
 from core.host.selection import select_device
 
 if TYPE_CHECKING:
+    import torch
+
     from core.compilation.options import ModeChoice
 
 __all__ = ["capture", "compile"]
@@ -38,7 +40,7 @@ _OF_A_TRACE = (
 
 def compile(
     model: Models,
-    device: str | Device = "auto",
+    device: str | Device | torch.device = "auto",
     *,
     inputs: Declared | None = None,
     example_inputs: ExampleInputs | None = None,
@@ -49,21 +51,24 @@ def compile(
     passes: tuple[str, ...] | None = None,
     strict: bool | None = None,
     verify: Verify | None = None,
-    options: CompileOptions | None = None,
+    options: CompileOptions | Mapping[str, Any] | None = None,
 ) -> Program:
     """Compile a model for a device and return the `Program` that runs it.
 
     - model: a module (an `fx.GraphModule` too) or function called with the declared inputs by name, its tensors already
       on the device; or one per phase.
-    - example_inputs: tensors by name, or in the order of the model's parameters, whose shapes and dtypes are declared.
+    - device: a name, a `Device`, or a `torch.device`, which asks for the device of its type.
+    - example_inputs: tensors by name, or in the order of the model's parameters, whose shapes and dtypes are declared;
+      or the one tensor.
     - dynamic: names for dimensions of these, `{"x": {0: "batch"}}`, as torch.export's `dynamic_shapes`.
     - inputs: instead of the two, an `InputSpec` by name; or a list, as for example_inputs. A named dimension is padded:
       `InputSpec` says what that assumes. A dimension named "tokens" tells passes with a token range how many tokens a
       graph serves; calls larger than all buckets are split along one named "batch".
-    - buckets: sizes of the named dimensions to capture, as a list, or a list per phase. None stands for the sizes of
-      example_inputs, and for inputs of fixed shape.
+    - buckets: sizes of the named dimensions to capture: a list, `{"batch": [1, 8], "length": [64]}` for each with each,
+      or a list per phase. None stands for the sizes of example_inputs, and for inputs of fixed shape.
     - lowering: "inductor" takes minutes for whole models, where "inline" takes seconds.
-    - options: everything else; mode, lowering, passes, strict and verify may be given there instead.
+    - options: everything else, as `CompileOptions` or a mapping; mode, lowering, passes, strict and verify may be given
+      there instead.
 
     The model runs at least once per bucket during capture, on inputs full of zeros (or of their sentinel): in-place
     writes go where these inputs point. Programs read the weights and buffers that the model has now. They see what is
@@ -78,7 +83,7 @@ def compile(
     Raises `CoreError` subclasses: `UsageError`, `TraceError`, `PassError`, `LoweringError` and `CaptureError`.
     """
     options = options_of(options, mode=mode, lowering=lowering, passes=passes, strict=strict, verify=verify)
-    device = _device(device)
+    device = select_device(device)
     apply_late(device.fakes)  # a library may have been loaded since the device was selected
     declared = declare(model, inputs, example_inputs, dynamic, buckets)
     if declared.examples and options.verify != "off":
@@ -88,13 +93,15 @@ def compile(
 
 def capture(
     function: Models,
-    device: str | Device = "auto",
+    device: str | Device | torch.device = "auto",
     *,
-    inputs: Mapping[str, InputSpec],
+    inputs: Declared | None = None,
+    example_inputs: ExampleInputs | None = None,
+    dynamic: Dynamic | None = None,
     buckets: Buckets | None = None,
     mode: ModeChoice | Mapping[str, ModeChoice] | None = None,
     strict: bool | None = None,
-    options: CompileOptions | None = None,
+    options: CompileOptions | Mapping[str, Any] | None = None,
 ) -> Program:
     """Capture a callable as it is, with no tracing, passes or lowering, and return the `Program` that replays it.
 
@@ -113,17 +120,8 @@ def capture(
             found="it traces nothing, so there is no graph that these could say anything of",
             remedy="leave them out, or trace the model by core.compile",
         )
-    device = _device(device)
+    device = select_device(device)
     preferred = next(m for m in _UNTRACED if m == "off" or m in device.capabilities.modes)
     options = options.with_defaults(mode=preferred, passes=())
-    return make_program(CompileRequest.of(function, device, inputs, buckets, options, traced=False))
-
-
-def _device(device: str | Device) -> Device:
-    if not isinstance(device, (str, Device)):
-        raise UsageError(
-            f"compiling for {device!r}",
-            found=f"a {type(device).__name__}",
-            remedy="pass a device name such as 'auto', or a Device from core.select_device",
-        )
-    return device if isinstance(device, Device) else select_device(device)
+    declared = declare(function, inputs, example_inputs, dynamic, buckets, asked="core.capture")
+    return make_program(CompileRequest.of(function, device, declared.inputs, declared.buckets, options, traced=False))

@@ -10,11 +10,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from core.compilation.arguments import check_model
 from core.compilation.capture.inputs import Buckets, InputSpec
 from core.errors import UsageError
 
-Declared: TypeAlias = Mapping[str, InputSpec] | Sequence[Tensor | InputSpec]
-ExampleInputs: TypeAlias = Mapping[str, Tensor] | Sequence[Tensor]
+Declared: TypeAlias = Mapping[str, InputSpec] | Mapping[str, Tensor] | Sequence[Tensor | InputSpec] | Tensor
+ExampleInputs: TypeAlias = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 Dynamic: TypeAlias = Mapping[str, Any] | Sequence[Any]
 """By input, `{dimension: name}` or a tuple with a name or None for each dimension; inputs without are left out or
 None. A name is a text or a `torch.export.Dim`."""
@@ -36,14 +37,17 @@ def declare(
     example_inputs: ExampleInputs | None,
     dynamic: Dynamic | None,
     buckets: Buckets | None,
+    *,
+    asked: str = "core.compile",
 ) -> Declaration:
     """Return the declared inputs; raise `UsageError` where they are given twice, not at all, or don't fit.
 
-    Named dimensions without buckets get one bucket, of the sizes that the examples have.
+    asked: the function that was called, for errors. Named dimensions without buckets get one bucket, of the sizes that
+    the examples have.
     """
     if (inputs is None) == (example_inputs is None):
         raise UsageError(
-            "core.compile with inputs and example_inputs" if inputs is not None else "core.compile without inputs",
+            f"{asked} with inputs and example_inputs" if inputs is not None else f"{asked} without inputs",
             found="both say what the model is called with" if inputs is not None else "nothing says what to trace with",
             remedy="give example_inputs=(tensor, …), or inputs={name: core.InputSpec(…)}",
         )
@@ -53,7 +57,7 @@ def declare(
     if inputs is not None and not examples:
         if dynamic is not None:
             raise UsageError(
-                "core.compile with dynamic and declared inputs",
+                f"{asked} with dynamic and declared inputs",
                 found="an InputSpec names its dimensions itself",
                 remedy="write the name into the shape: core.InputSpec(('batch', 64), torch.float32)",
             )
@@ -78,11 +82,12 @@ def _by_name(model: Any, given: Any) -> dict[str, Any]:
     """Return what was given by the names of the model's parameters."""
     if isinstance(given, Mapping):
         return dict(given)
-    if isinstance(given, Tensor) or not isinstance(given, Sequence):
+    given = (given,) if isinstance(given, Tensor) else given
+    if isinstance(given, str) or not isinstance(given, Sequence):
         raise UsageError(
-            f"inputs of a {type(given).__name__}",
-            found="neither a mapping by name nor a sequence in the order of the model's parameters",
-            remedy="write (x,) or [x], also for one input",
+            f"inputs={given!r}",
+            found=f"{type(given).__name__}, neither a mapping by name nor tensors in the order of its parameters",
+            remedy="write (x,) or [x]",
         )
     if isinstance(model, Mapping):
         raise UsageError(
@@ -90,9 +95,17 @@ def _by_name(model: Any, given: Any) -> dict[str, Any]:
             found="their parameters may come in different orders",
             remedy="give a mapping by name",
         )
+    check_model(model)
     function: Callable[..., Any] = model.forward if isinstance(model, torch.nn.Module) else model
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        raise UsageError(
+            f"inputs by place for {model!r}",
+            found="a builtin function, which does not tell the names of its parameters",
+            remedy="give a mapping by name, or wrap it: lambda x: …",
+        ) from None
     names = [each.name for each in parameters if each.kind in kinds]
     if len(given) > len(names):
         raise UsageError(
@@ -126,7 +139,10 @@ def _names_of_dimensions(examples: Mapping[str, Tensor], dynamic: Dynamic | None
             text = dim if isinstance(dim, str) else getattr(dim, "__name__", None)
             if not isinstance(place, int) or not -rank <= place < rank or not isinstance(text, str):
                 asked = f"dynamic dimension {place!r}: {dim!r} of {name!r}"
-                raise _wrong(asked, f"its example has {rank} dimensions", name)
+                found_there = (
+                    f"its example has {rank} dimensions" if isinstance(text, str) else "no name of a dimension"
+                )
+                raise _wrong(asked, found_there, name)
             found[name, place % rank] = text
     return found
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from core.capabilities import Mode
+from core.common.given import check_texts, check_types, made_of, tuples
 from core.compilation.capture.turns import Threads
 from core.errors import UsageError
 
@@ -28,6 +29,16 @@ Oversized = Literal["eager", "error", "split"]
 Progress = Callable[[str, int, int], None]
 """Called as `progress(what, done, total)` while phases are traced and buckets captured; on the first rank only."""
 MODES: tuple[Mode, ...] = get_args(Mode)
+_NAMES = ("passes", "disable_passes", "enable_passes", "break_at", "eager")
+_NONE = type(None)
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("strict", "measure", "debug", "background"), (bool,)),
+    "cache": (bool, _NONE),
+    "lowering": (str, _NONE),
+    "providers": (Mapping, _NONE),
+    "mode": (str, tuple, list, Mapping, _NONE),
+}
+"""What each of these options may be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,12 +117,9 @@ class CompileOptions:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        for name in ("passes", "disable_passes", "enable_passes", "break_at", "eager"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                raise UsageError(
-                    f"{name}={value!r}", found="a single string", remedy=f"pass a tuple: {name}=({value!r},)"
-                )
+        tuples(self, *_NAMES)
+        check_texts(self, *_NAMES)
+        check_types(self, _KINDS)
         choices = {"verify": Verify, "threads": Threads, "oversized": Oversized, "deterministic": Deterministic}
         for name, known in choices.items():
             value = getattr(self, name)
@@ -165,18 +173,12 @@ class CompileOptions:
         return found
 
 
-def options_of(options: CompileOptions | None, **beside: Any) -> CompileOptions:
+def options_of(options: CompileOptions | Mapping[str, Any] | None, **beside: Any) -> CompileOptions:
     """Merge the `options` of a call with options given as separate arguments; None there means not given.
 
-    Raises `UsageError` for an option in both places.
+    Raises `UsageError` for an option in both places, and as `made_of` does.
     """
-    options = CompileOptions() if options is None else options
-    if not isinstance(options, CompileOptions):
-        raise UsageError(
-            f"options={options!r}",
-            found=f"a {type(options).__name__}",
-            remedy="pass them as core.CompileOptions: options=core.CompileOptions(debug=True)",
-        )
+    options = CompileOptions() if options is None else made_of(CompileOptions, options, "options")
     given = {name: value for name, value in beside.items() if value is not None}
     twice = [name for name in given if name in options.stated]
     if twice:

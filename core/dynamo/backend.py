@@ -146,7 +146,7 @@ def _device_of(graph: fx.GraphModule, settings: BackendOptions) -> tuple[Device 
         return None, "it computes no tensor"
     device = settings.device
     if device is not None:
-        device = device if isinstance(device, Device) else _selected(device)
+        device = device if isinstance(device, Device) else _selected(str(device))
         wanted = device.torch_device
         others = {each.type for each in found} - {wanted.type}
         if others:

@@ -13,13 +13,14 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from core.common.lowering import FlatCallable, LoweringRequest
+from core.common.passes.metadata import equalities_guarded
 from core.compilation.implementations import choose_implementations
 from core.compilation.rewriting import Rewriter
 from core.compilation.shared_trace import copy_graph
 from core.compilation.trace.traced import ConstantSlot, InputSlot, OutputTree, TracedGraph
 from core.dynamo.arguments import Arguments, Weights, fix_numbers, hint, sizes_of
 from core.dynamo.captures import Captures, Run
-from core.dynamo.original import SHARED
+from core.dynamo.original import SHARED, drop_idle_autocast
 from core.errors import CoreError, one_line
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ class _Form:
     added: tuple[Tensor, ...]
     #: The weights that lie in these, each with its address.
     places: tuple[tuple[int, int], ...] = ()
+    #: Whether it still reads Python's floating numbers from its arguments. Inductor returns what it computes of these
+    #: rounded to fp32.
+    reads_numbers: bool = False
 
     def holds(self, args: Sequence[Any]) -> bool:
         """Tell whether the weights that passes have joined are still where they were joined."""
@@ -64,6 +68,7 @@ class CompiledGraph:
         """
         self._original: FlatCallable = graph.forward
         self._graph = copy_graph(graph, lazy=True)  # kept as it was traced: other numbers need other rewrites
+        drop_idle_autocast(self._graph)
         self._arguments = Arguments(self._graph, examples)
         self._options, self._device, self._account = options, device, account
         self._rewriter = Rewriter(device, options.switches, strict=options.strict, verify=options.verify)
@@ -80,7 +85,8 @@ class CompiledGraph:
         self._sizes = sizes_of(examples, self._arguments.nodes)
         self._forms: dict[tuple[float, ...] | None, _Form] = {}
         numbers = self._arguments.number_key(examples)
-        self._form_of(numbers, [tuple(map(hint, examples))])
+        with equalities_guarded():  # Dynamo makes its guards after this returns
+            self._form_of(numbers, [tuple(map(hint, examples))])
         self._weights.clear()  # the model's own, which may go before this graph does
 
     def __call__(self, *args: Any) -> Sequence[Tensor]:
@@ -154,7 +160,12 @@ class CompiledGraph:
         added = [slot for slot in rewritten.traced.slots[len(names) :] if isinstance(slot, ConstantSlot)]
         parts = {id(part) for slot in added if slot.packing for part in slot.packing.present}
         places = tuple((i, tensor.data_ptr()) for i, tensor in known.items() if id(tensor) in parts)
-        return _Form(module=module, added=tuple(slot.value for slot in added), places=places)
+        return _Form(
+            module=module,
+            added=tuple(slot.value for slot in added),
+            places=places,
+            reads_numbers=numbers is None and bool(self._arguments.numbers),
+        )
 
     def _run_of(self, form: _Form, args: Sequence[Any]) -> Run:
         """Lower a graph for the shapes of these arguments, and capture it where the device does."""
@@ -163,11 +174,17 @@ class CompiledGraph:
         any_size = next(iter(sorted(lowerings.any_size)), None)
         shared = self._lowering in lowerings.any_size
         name = self._lowering
-        if not shared and len(self._runs) >= self._options.max_shapes and any_size is not None:
-            self._account.note(
-                f"more than {self._options.max_shapes} shapes: the others share one callable of lowering {any_size!r}"
-            )
-            name, shared = any_size, True
+        if not shared and any_size is not None:
+            many = len(self._runs) >= self._options.max_shapes
+            if form.reads_numbers:
+                self._account.note(f"numbers that stay arguments are computed with by lowering {any_size!r}")
+            elif many:
+                self._account.note(
+                    f"more than {self._options.max_shapes} shapes: the others share one callable of lowering "
+                    f"{any_size!r}"
+                )
+            if form.reads_numbers or many:
+                name, shared = any_size, True
         lowered = self._generic.get(id(form)) if shared else None
         if lowered is None:
             lowered = self._lower(name, form.module, values)

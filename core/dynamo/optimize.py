@@ -10,34 +10,46 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from core.device import Device
 from core.dynamo.backend import backend
 from core.dynamo.options import BackendOptions
 from core.errors import UsageError
+from core.host.selection import select_device
 
 log = logging.getLogger("core.dynamo")
 _T = TypeVar("_T")
 _PARTS = ("encoder", "decoder")
 
 
-def optimize(target: _T, *, dynamic: bool | None = None, mode: str | None = None, **options: Any) -> _T:
+def optimize(
+    target: _T,
+    device: str | Device | torch.device | None = None,
+    *,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    **options: Any,
+) -> _T:
     """Compile a model, or every model in a pipeline, in place by `torch.compile(backend="core")`, and return it.
 
     - target: an `nn.Module`, a pipeline of transformers or diffusers, a SentenceTransformer, or any object that holds
       modules as attributes or in a mapping `components`.
+    - device: the one that the models have to be on, opened here; None takes for each graph that of its tensors.
     - dynamic, mode: as for `torch.compile`.
-    - options: those of the backend (device, passes, disable_passes, enable_passes, strict, verify, lowering, capture,
+    - options: those of the backend (passes, disable_passes, enable_passes, strict, verify, lowering, capture,
       max_shapes); docs/torch-compile.md explains each.
 
     Nothing is traced before the first call. `core.backend_report()` then says what was done. Raises `UsageError` for
-    an object without modules, and for options that the backend does not have.
+    an object without modules, and for options that the backend does not have, and as `core.select_device` does.
     """
+    if device is not None:
+        options["device"] = select_device(device)
     BackendOptions.of(options, mode)
     found = dict(_called(target))
     if not found:
         raise UsageError(
-            f"core.optimize of a {type(target).__name__}",
-            found="it is no torch.nn.Module, and holds none in its attributes or `components`",
-            remedy="pass the model itself",
+            f"core.optimize({target!r:.80})",
+            found=f"{type(target).__name__}: no torch.nn.Module, and holds none in its attributes or `components`",
+            remedy="pass the model itself; a function is compiled by torch.compile(function, backend='core')",
         )
     if mode is not None and options:
         raise UsageError(
@@ -80,11 +92,10 @@ def _called(target: object) -> Iterator[tuple[str, nn.Module]]:
 def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield a module and those of its parts that its other methods call past its own `__call__`."""
     if isinstance(module, nn.Sequential) and hasattr(module, "encode"):
-        # A sentence encoder: `encode` calls `forward`, which calls the parts; the first holds the model.
+        # A sentence encoder: `encode` calls `forward`, which calls the parts. The first of these calls its model, in
+        # some versions by `forward` as well, so the part is what can be compiled.
         for name, child in module.named_children():
-            inner = getattr(child, "auto_model", None)
-            where = _join(path, name)
-            yield (_join(where, "auto_model"), inner) if isinstance(inner, nn.Module) else (where, child)
+            yield _join(path, name), child
         return
     yield path, module
     if hasattr(module, "get_encoder") or hasattr(module, "encode") or hasattr(module, "decode"):

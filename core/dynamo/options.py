@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
+import torch
+
+from core.common.given import check_names, check_texts, check_types, tuples
 from core.compilation.options import Verify
 from core.compilation.rewrite.order import PassSwitches
 from core.device import Device
 from core.errors import UsageError
 
+_NAMES = ("passes", "disable_passes", "enable_passes")
+_KINDS: dict[str, tuple[type, ...]] = {
+    "device": (str, Device, torch.device, type(None)),
+    "strict": (bool,),
+    "lowering": (str, type(None)),
+    "capture": (bool, type(None)),
+    "max_shapes": (int,),
+}
+"""What each of these options may be."""
 _OF_INDUCTOR = "max-autotune"
 """How modes of `torch.compile` begin that name settings of Inductor."""
 
@@ -20,8 +31,8 @@ _OF_INDUCTOR = "max-autotune"
 class BackendOptions:
     """What `torch.compile(model, backend="core", options={…})` may say."""
 
-    #: A device name or a `Device`; None takes the device on which the graph's tensors are.
-    device: str | Device | None = None
+    #: A device name, a `Device` or a `torch.device`; None takes the device on which the graph's tensors are.
+    device: str | Device | torch.device | None = None
     #: Names of the passes to run; None runs all, `()` none.
     passes: tuple[str, ...] | None = None
     #: Names of passes to leave out of these.
@@ -43,29 +54,22 @@ class BackendOptions:
     def of(cls, options: Mapping[str, Any] | None, mode: str | None) -> BackendOptions:
         """Check what `torch.compile` was given; raise `UsageError` for what the backend can't honour."""
         given = dict(options or {})
-        known = [item.name for item in fields(cls)]
-        for name in given:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                raise UsageError(
-                    f"option {name!r} of torch.compile(backend='core')",
-                    found=f"the backend takes: {', '.join(known)}" + (f"; did you mean {near[0]!r}?" if near else ""),
-                    remedy="leave it out; options of Inductor go to Inductor only",
-                )
-        for name in ("passes", "disable_passes", "enable_passes"):
-            if isinstance(given.get(name), str):
-                raise UsageError(
-                    f"{name}={given[name]!r}", found="a single string", remedy=f"pass a tuple: ({given[name]!r},)"
-                )
-            if isinstance(given.get(name), (list, set)):
-                given[name] = tuple(given[name])
-        if given.get("verify", "off") not in get_args(Verify):
+        remedy = "leave it out; options of Inductor go to Inductor only"
+        check_names(given, [item.name for item in fields(cls)], "of torch.compile(backend='core')", remedy)
+        return cls(**(given | _of_mode(mode)))
+
+    def __post_init__(self) -> None:
+        tuples(self, *_NAMES)
+        check_texts(self, *_NAMES)
+        check_types(self, _KINDS)
+        if self.verify not in get_args(Verify):
             raise UsageError(
-                f"verify={given['verify']!r}",
+                f"verify={self.verify!r}",
                 found="no level of that name",
                 remedy=f"choose one of: {', '.join(get_args(Verify))}",
             )
-        return cls(**(given | _of_mode(mode)))
+        if self.max_shapes < 1:
+            raise UsageError(f"max_shapes={self.max_shapes}", found="no shape at all", remedy="give at least 1")
 
     @property
     def switches(self) -> PassSwitches:

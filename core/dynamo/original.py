@@ -21,17 +21,19 @@ AUTOCAST = (
     "autocast is on, which changes the dtypes of ops one by one: passes read dtypes off the graph. Cast the model "
     "instead: model.to(torch.bfloat16)"
 )
+_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 SHARED = "an input that the graph writes into shares its memory with another input of this call"
 
 
 def why_original(graph: fx.GraphModule, examples: Sequence[Any]) -> str:
     """Return why a graph must run as Dynamo traced it, or "". examples: what its placeholders receive."""
+    idle = set(_idle_switches(graph))
     for node in graph.graph.nodes:
         value = value_of(node)
         # Parameters are leaves: they require a gradient in no_grad mode too, where nothing computed from them does.
         if any(tensor.requires_grad and not tensor.is_leaf for tensor in _tensors(value)):
             return GRADIENTS
-        if node.target in (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast):
+        if node.target in (_ENTER, _EXIT) and node not in idle:
             return AUTOCAST
         if any(_unbacked(size) for tensor in _tensors(value) for size in tensor.shape) or _unbacked(value):
             return f"the size of {node.name} depends on the values of tensors, so no shape can be compiled for"
@@ -43,6 +45,23 @@ def why_original(graph: fx.GraphModule, examples: Sequence[Any]) -> str:
         if why:
             return f"its input {node.name} is {why}"
     return ""
+
+
+def drop_idle_autocast(graph: fx.GraphModule) -> None:
+    """Remove, in place, regions of autocast that change nothing: models switch it off around what needs fp32."""
+    for node in reversed(_idle_switches(graph)):
+        graph.graph.erase_node(node)
+
+
+def _idle_switches(graph: fx.GraphModule) -> list[fx.Node]:
+    """Return the nodes that enter and leave autocast, where no region switches it on for the graph's devices and none
+    is on around the graph, for which Dynamo has a guard."""
+    kinds = {device.type for device in devices(graph)}
+    switches = [node for node in graph.graph.nodes if node.target in (_ENTER, _EXIT)]
+    entered = [node.args for node in switches if node.target is _ENTER]
+    if any(torch.is_autocast_enabled(kind) or [kind, True] == [args[0], args[2]] for args in entered for kind in kinds):
+        return []
+    return switches
 
 
 def devices(graph: fx.GraphModule) -> set[torch.device]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,7 +47,7 @@ class SamplingParams:
     top_p: float = 1.0
     #: The same seed gives the same tokens for the same logits; None draws a fresh one.
     seed: int | None = None
-    #: Strings that end the text and are not part of it; a single string, or a list, becomes a tuple.
+    #: Strings that end the text and are not part of it: one, or several. Lists here and below become tuples.
     stop: str | list[str] | tuple[str, ...] = ()
     #: Ids that end the sequence besides the model's own.
     stop_token_ids: tuple[int, ...] = ()
@@ -61,7 +62,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     #: Divides positive logits of tokens that prompt or answer have, and multiplies negative ones; 1 changes nothing.
     repetition_penalty: float = 1.0
-    #: Token ids with what is added to their logits.
+    #: Token ids with what is added to their logits; a mapping becomes pairs.
     logit_bias: tuple[tuple[int, float], ...] = ()
     #: No stop token ends the sequence before it has this many tokens; stop strings still do.
     min_tokens: int = 0
@@ -75,9 +76,7 @@ class SamplingParams:
     regex: str | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop) if isinstance(self.stop, list) else ()
-        if stop and all(isinstance(text, str) and text for text in stop):
-            object.__setattr__(self, "stop", stop)
+        self._make_tuples()
         heat, ids = self.temperature, self.stop_token_ids
         rules: dict[str, tuple[bool, str]] = {
             "max_new_tokens": (_is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "an int >= 1"),
@@ -129,6 +128,17 @@ class SamplingParams:
             if not holds:
                 asked = f"sample with {name}={getattr(self, name)!r}"
                 raise UsageError(asked, found=f"{name} must be {wanted}", remedy=f"pass {wanted}")
+
+    def _make_tuples(self) -> None:
+        """Make tuples of the other ways to write several values."""
+        if isinstance(self.stop, str) and self.stop:
+            object.__setattr__(self, "stop", (self.stop,))
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
+        for name in ("stop", "stop_token_ids", "logit_bias"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, list | set | frozenset):
+                object.__setattr__(self, name, tuple(value or ()))
 
     @property
     def shaped(self) -> bool:

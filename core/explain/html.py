@@ -20,12 +20,14 @@ from core.explain.text import (
     NO_IMPLEMENTATION,
     calls_text,
     header,
+    idle_lines,
     is_alarm,
     note,
     num_calls,
     op_groups,
     phase_summary,
     stage_summary,
+    telling,
 )
 
 if TYPE_CHECKING:
@@ -133,8 +135,10 @@ class _Stage:
                 {"index": self._pass_index[report.name], "report": report, "note": note(report)}
                 | {"alarm": is_alarm(report)}
                 | {"sites": self._sites(report.name)}
-                for report in stage.passes
+                for report in telling(stage)
             ],
+            "num_passes": len(stage.passes),
+            "idle": list(idle_lines(stage)),
             "layers": [(name, _short(name), self._section_ids.get(name, "")) for name in stage.layers],
             "matrix": list(self._matrix()),
             "kinds": [kind.name for kind in kinds],
@@ -187,8 +191,8 @@ class _Stage:
         ]
 
     def _matrix(self) -> Iterator[tuple[int, str, list[tuple[int, int, bool]]]]:
-        """Yield for each pass its matches and near-misses by layer, and whether these are unlike most layers'."""
-        for report in self._stage.passes:
+        """Yield for each telling pass its matches and near-misses by layer, and whether they are unlike most'."""
+        for report in telling(self._stage):
             counts = [
                 (layer.matched.get(report.name, 0), layer.missed.get(report.name, 0))
                 for layer in self._stage.layers.values()

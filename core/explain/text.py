@@ -122,26 +122,36 @@ def _table(*columns: str) -> Table:
     return table
 
 
+def telling(stage: StageExplanation) -> list[PassReport]:
+    """Return the passes that matched, nearly matched, or went wrong."""
+    return [report for report in stage.passes if report.matched or report.near_misses or is_alarm(report)]
+
+
+def idle_lines(stage: StageExplanation) -> Iterator[str]:
+    """Yield which passes have nothing to tell: those that matched nothing, and by the reason those skipped."""
+    told = {report.name for report in telling(stage)}
+    others = [report for report in stage.passes if report.name not in told]
+    idle = [report.name for report in others if not report.skipped]
+    if idle:
+        yield f"matched nothing: {', '.join(idle)}"
+    for reason, names in _by_reason(others).items():
+        yield f"skipped: {', '.join(names)}: {reason}"
+
+
 def _passes(stage: StageExplanation) -> Iterator[Any]:
     """Tabulate the passes that have anything to tell; name the others below, those that did not run with the reason."""
     from rich.text import Text
 
-    telling = [report for report in stage.passes if report.matched or report.near_misses or is_alarm(report)]
-    if telling:
+    if told := telling(stage):
         table = _table("pass", "owner", "matched", "near-misses", "ms", "note")
         for index in range(2, 5):
             table.columns[index].justify = "right"
-        for report in telling:
+        for report in told:
             counts = (str(report.matched), str(len(report.near_misses)), f"{report.elapsed_ms:.1f}")
             style = "red" if is_alarm(report) else "" if report.matched else "dim"
             table.add_row(report.name, report.owner, *counts, Text(note(report)), style=style)
         yield table
-    others = [report for report in stage.passes if report not in telling]
-    idle = [report.name for report in others if not report.skipped]
-    if idle:
-        yield Text(f"matched nothing: {', '.join(idle)}", style="dim", no_wrap=False)
-    for reason, names in _by_reason(others).items():
-        yield Text(f"skipped: {', '.join(names)}: {reason}", style="dim", no_wrap=False)
+    yield from (Text(line, style="dim", no_wrap=False) for line in idle_lines(stage))
     if not stage.passes:
         yield Text("no pass is enabled", style="dim")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ from core.host.probing import DeviceScan, DeviceStatus, require_harmless_probe, 
 from core.settings import Settings
 
 if TYPE_CHECKING:
+    import torch
+
     from core.common.conformance import ConformanceProfile
     from core.common.passes.declaration import Pass
 
@@ -51,15 +54,22 @@ def list_devices(*, settings: Settings | None = None) -> tuple[DeviceStatus, ...
         return scan.statuses()
 
 
-def select_device(name: str = AUTO, index: int = 0, *, settings: Settings | None = None) -> Device:
-    """Open a device and resolve all hooks of its plugin.
+def select_device(
+    name: str | Device | torch.device = AUTO, index: int = 0, *, settings: Settings | None = None
+) -> Device:
+    """Open a device and resolve all hooks of its plugin; a `Device` is returned as it is.
 
     A device asked for by name is opened, or the error names plugin, cause and remedy. "auto" chooses: the accelerator
     with the most devices, else the processor; `Device.reason` says why.
 
-    - name: a device name, `name:index`, or "auto".
+    - name: a device name, `name:index`, or "auto"; a `torch.device` stands for its type and index.
     - index: which device of that kind.
+
+    Raises `UsageError` for anything else, and for an index that can't be.
     """
+    if isinstance(name, Device):
+        return name
+    name = _named(name)
     settings = settings or Settings.from_environment()
     device, index = _parse(name, index)
     if device == AUTO:
@@ -92,6 +102,20 @@ def conformance_profile(device: Device) -> ConformanceProfile:
     context = DeviceContext(plugin=device.plugin, parts=device.parts)
     profile: ConformanceProfile = load_plugin(device.plugin).call("core_conformance", context, ConformanceProfile())
     return profile
+
+
+def _named(given: object) -> str:
+    """Return the name in what was asked for; torch itself is not imported for it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(given, torch.device):
+        return str(given)
+    if not isinstance(given, str):
+        raise UsageError(
+            f"device {given!r}",
+            found=type(given).__name__,
+            remedy="pass a device name such as 'auto', a torch.device, or a Device from core.select_device",
+        )
+    return given
 
 
 def _parse(name: str, index: int) -> tuple[str, int]:

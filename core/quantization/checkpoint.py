@@ -138,7 +138,9 @@ def read_experts(files: TensorFiles, name: str, experts: Any, config: Checkpoint
     experts, which reaches what each of them reaches.
     """
     num_experts, hidden_dim, inner = experts.down_proj.shape
-    layers = {p: [f"{name}.{e}.{p}" for e in range(num_experts)] for p in ("gate_proj", "up_proj", "down_proj")}
+    has_gate: bool = getattr(experts, "has_gate", True)
+    first = ("gate_proj", "up_proj") if has_gate else ("up_proj",)
+    layers = {p: [f"{name}.{e}.{p}" for e in range(num_experts)] for p in (*first, "down_proj")}
     groups = {config.group_of(layer, "Linear") for each in layers.values() for layer in each}
     if groups == {None}:
         return None
@@ -146,18 +148,19 @@ def read_experts(files: TensorFiles, name: str, experts: Any, config: Checkpoint
     if groups or group is None:
         raise files.error(f"the experts of {name} are not quantised alike")
     check_experts(name, experts)
-    shapes = {"gate_proj": (inner, hidden_dim), "up_proj": (inner, hidden_dim), "down_proj": (hidden_dim, inner)}
+    shapes = {**dict.fromkeys(first, (inner, hidden_dim)), "down_proj": (hidden_dim, inner)}
     read = {p: [read_weight(files, layer, shapes[p], group) for layer in each] for p, each in layers.items()}
-    gate_up = [_combined(torch.cat, pair) for pair in zip(read["gate_proj"], read["up_proj"], strict=True)]
+    up = [_combined(torch.cat, parts) for parts in zip(*(read[p] for p in first), strict=True)]
     scales = []
-    for kinds in (("gate_proj", "up_proj"), ("down_proj",)):
+    for kinds in (first, ("down_proj",)):
         seen = [read_input(files, layer, group.scheme) for kind in kinds for layer in layers[kind]]
         scales.append(_joined(group.scheme, seen))
     return QuantizedExperts(
         group.scheme,
-        _combined(torch.stack, gate_up),
+        _combined(torch.stack, up),
         _combined(torch.stack, read["down_proj"]),
         experts.act_fn,
+        has_gate=has_gate,
         inputs=scales[0],
         hidden=scales[1],
     )

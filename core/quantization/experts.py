@@ -1,9 +1,10 @@
 """The module that replaces transformers' stacked experts: a mixture's experts with quantised weights.
 
 Shapes: T tokens, k experts per token, E experts, D hidden size, I intermediate size of one expert. Rows are sorted by
-expert, so that two `core::quantized_grouped_linear` do the work, as fast as a device's grouped product is. The gate
-stands between them in plain torch, and with the second quantisation it is fused as in any other MLP; one op around all
-of it would hide both from the passes, and weights dequantised for the unquantised path would be read three times.
+expert, so that two `core::quantized_grouped_linear` do the work, as fast as a device's grouped product is. The gate, or
+the activation of experts without one, stands between them in plain torch, and with the second quantisation the gate is
+fused as in any other MLP; one op around all of it would hide both from the passes, and weights dequantised for the
+unquantised path would be read three times.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from core.common.ops.linear.weight_only import unpacked
 from core.errors import UsageError
 from core.quantization.layers import QuantizedModule
 from core.quantization.scheme import QuantizationScheme
+from core.quantization.targets import expert_weights
 from core.quantization.weights import Weight, dequantize_weight
 
 HIDDEN = ".hidden"
@@ -26,21 +28,16 @@ HIDDEN = ".hidden"
 
 
 class QuantizedExperts(QuantizedModule):
-    """Gated MLPs of E experts on codes; weights of each expert by output channel or group.
+    """MLPs of E experts on codes, with a gate or without; weights of each expert by output channel or group.
 
-    gate_up_proj (E, 2 * I, D) and down_proj (E, D, I) codes, each with `_scale` and `_zero_point`; input_scale and
-    hidden_scale () fp32, of the inputs of the two projections, for a static scheme: one for all experts.
+    gate_up_proj (E, 2 * I, D), or up_proj (E, I, D) without a gate, and down_proj (E, D, I) codes, each with `_scale`
+    and `_zero_point`; input_scale and hidden_scale () fp32, of the inputs of the two projections, for a static scheme:
+    one for all experts.
     """
 
     cast = ()
     # As transformers says of the experts that these replace.
     is_transposed, is_concatenated = False, True
-    gate_up_proj: Tensor
-    gate_up_proj_scale: Tensor
-    gate_up_proj_zero_point: Tensor | None
-    down_proj: Tensor
-    down_proj_scale: Tensor
-    down_proj_zero_point: Tensor | None
     input_scale: Tensor | None
     input_zero_point: Tensor | None
     hidden_scale: Tensor | None
@@ -49,17 +46,19 @@ class QuantizedExperts(QuantizedModule):
     def __init__(
         self,
         scheme: QuantizationScheme,
-        gate_up: Weight,
+        up: Weight,
         down: Weight,
         act_fn: Callable[[Tensor], Tensor],
         *,
+        has_gate: bool = True,
         inputs: tuple[Tensor | None, Tensor | None] = (None, None),
         hidden: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
         super().__init__()
-        self.scheme, self.act_fn = scheme, act_fn
+        self.scheme, self.act_fn, self.has_gate = scheme, act_fn, has_gate
         self.num_experts, self.hidden_dim = down.codes.shape[:2]
-        for name, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
+        self.up_name = "gate_up_proj" if has_gate else "up_proj"
+        for name, weight in ((self.up_name, up), ("down_proj", down)):
             held = {name: weight.codes, f"{name}_scale": weight.scale, f"{name}_zero_point": weight.zero_point}
             self._hold(**held)
         self._hold(input_scale=inputs[0], input_zero_point=inputs[1])
@@ -80,9 +79,8 @@ class QuantizedExperts(QuantizedModule):
         each = torch.arange(self.num_experts, device=x.device)
         ends = torch.searchsorted(experts, each, right=True, out_int32=True)
         rows = order // top_k
-        hidden = self._project("gate_up_proj", self._codes(x, self.input_scale, self.input_zero_point), ends, rows, x)
-        gate, up = hidden.chunk(2, dim=-1)
-        hidden = self.act_fn(gate) * up
+        hidden = self._project(self.up_name, self._codes(x, self.input_scale, self.input_zero_point), ends, rows, x)
+        hidden = _activated(self, hidden)
         codes = self._codes(hidden, self.hidden_scale, self.hidden_zero_point)
         out = self._project("down_proj", codes, ends, None, x)
         places = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
@@ -130,15 +128,16 @@ class QuantizedExperts(QuantizedModule):
     @property
     def intermediate_dim(self) -> int:
         """I."""
-        return self.gate_up_proj.shape[1] // 2
+        return self.weight_shape[1] // (2 if self.has_gate else 1)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """(E, 2 * I, D), of the first weight."""
-        return self.num_experts, 2 * self.intermediate_dim, self.hidden_dim
+        """(E, 2 * I, D), or (E, I, D) without a gate, of the first weight."""
+        codes: Tensor = getattr(self, self.up_name)
+        return self.num_experts, codes.shape[1], self.hidden_dim
 
     def weight(self, name: str) -> Weight:
-        """Return the weight `gate_up_proj` or `down_proj`."""
+        """Return the weight `gate_up_proj`, or `up_proj` without a gate, or `down_proj`."""
         return Weight(
             codes=getattr(self, name),
             scale=getattr(self, f"{name}_scale"),
@@ -146,8 +145,8 @@ class QuantizedExperts(QuantizedModule):
         )
 
     def values(self) -> tuple[Tensor, ...]:
-        """Return gate_up_proj (E, 2 * I, D) and down_proj (E, D, I), fp32."""
-        inputs = {"gate_up_proj": self.hidden_dim, "down_proj": self.intermediate_dim}
+        """Return the weights in fp32: of `weight_shape`, and (E, D, I)."""
+        inputs = {self.up_name: self.hidden_dim, "down_proj": self.intermediate_dim}
         weights = {name: self.weight(name) for name in inputs}
         return tuple(
             dequantize_weight(unpacked(w.codes, self._num_bits, inputs[name]), w.scale, w.zero_point)
@@ -160,16 +159,19 @@ class QuantizedExperts(QuantizedModule):
 
 
 def check_experts(name: str, experts: Any) -> None:
-    """Raise `UsageError`, naming the layer, unless it is gated MLPs stacked as Qwen's and Mixtral's are."""
-    gate_up, down = experts.gate_up_proj, experts.down_proj
-    problem = ""
-    if getattr(experts, "is_transposed", False) or gate_up.shape[1:] != (2 * down.shape[2], down.shape[1]):
+    """Raise `UsageError`, naming the layer, unless it is MLPs stacked as Mixtral's are, or Nemotron-H's without a
+    gate."""
+    names = expert_weights(experts)
+    assert names is not None
+    up, down = (getattr(experts, each) for each in names)
+    gated, problem = getattr(experts, "has_gate", True), ""
+    if getattr(experts, "is_transposed", False) or up.shape[1:] != (down.shape[2] * (1 + gated), down.shape[1]):
         problem = "its weights are stored as (experts, inputs, outputs)"
-    elif hasattr(experts, "gate_up_proj_bias"):
+    elif hasattr(experts, f"{names[0]}_bias"):
         problem = "its experts have biases"
-    elif not getattr(experts, "has_gate", True) or getattr(experts, "has_post_expert_norm", False):
-        problem = "its experts are no plain gated MLPs"
-    elif not _has_plain_gate(experts):
+    elif getattr(experts, "has_post_expert_norm", False) or not callable(getattr(experts, "act_fn", None)):
+        problem = "its experts are no plain MLPs"
+    elif gated and not _has_plain_gate(experts):
         problem = "its gate is not act(gate) * up of the two halves"
     if problem:
         raise UsageError(
@@ -181,9 +183,7 @@ def check_experts(name: str, experts: Any) -> None:
 
 def _has_plain_gate(experts: Any) -> bool:
     """Test it numerically: architectures override the gate with clamps, offsets or another order of the halves."""
-    act, gate = getattr(experts, "act_fn", None), getattr(experts, "_apply_gate", None)
-    if not callable(act):
-        return False
+    act, gate = experts.act_fn, getattr(experts, "_apply_gate", None)
     if gate is None:
         return True
     width = 2 * experts.down_proj.shape[2]
@@ -194,9 +194,18 @@ def _has_plain_gate(experts: Any) -> bool:
 
 def hidden_of(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> Iterator[Tensor]:
     """Yield the input of each chosen expert's down projection, computed with the weights before quantising."""
-    for expert in range(experts.gate_up_proj.shape[0]):
+    names = expert_weights(experts)
+    assert names is not None
+    for expert, weight in enumerate(getattr(experts, names[0])):
         tokens = (top_k_index == expert).any(-1).nonzero()[:, 0]
         if tokens.numel():
-            rows = nn.functional.linear(hidden_states[tokens], experts.gate_up_proj[expert])
-            gate, up = rows.chunk(2, dim=-1)
-            yield experts.act_fn(gate) * up
+            yield _activated(experts, nn.functional.linear(hidden_states[tokens], weight))
+
+
+def _activated(experts: Any, hidden: Tensor) -> Tensor:
+    """Return what the down projection multiplies, (..., I), of what the first one gives."""
+    act: Callable[[Tensor], Tensor] = experts.act_fn
+    if not getattr(experts, "has_gate", True):
+        return act(hidden)
+    gate, up = hidden.chunk(2, dim=-1)
+    return act(gate) * up

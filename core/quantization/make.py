@@ -13,7 +13,7 @@ from core.quantization.experts import HIDDEN, QuantizedExperts, check_experts
 from core.quantization.layers import QuantizedLinear, QuantizedModule, WeightOnlyLinear
 from core.quantization.parts import columns_in
 from core.quantization.scheme import QuantizationScheme
-from core.quantization.targets import is_experts
+from core.quantization.targets import expert_weights, is_experts
 from core.quantization.weights import Weight, check_weight, pack, quantize_weight
 
 
@@ -28,7 +28,7 @@ def check_layers(layers: Mapping[str, nn.Module], scheme: QuantizationScheme) ->
 
 def weights_of(layer: nn.Module) -> tuple[Tensor, ...]:
     """Return the weights of a layer that quantising replaces."""
-    names = ("gate_up_proj", "down_proj") if is_experts(layer) else ("weight",)
+    names = expert_weights(layer) or ("weight",)
     return tuple(getattr(layer, name) for name in names)
 
 
@@ -44,8 +44,8 @@ def quantized_layer(
     if is_experts(layer):
         hidden = ranges.get(f"{name}{HIDDEN}")
         scales = [_static_scales(each, scheme, weights[0].codes.device) for each in (seen, hidden)]
-        act_fn: Any = layer.act_fn
-        return QuantizedExperts(scheme, weights[0], weights[1], act_fn, inputs=scales[0], hidden=scales[1])
+        kind: dict[str, Any] = {"act_fn": layer.act_fn, "has_gate": getattr(layer, "has_gate", True)}
+        return QuantizedExperts(scheme, weights[0], weights[1], **kind, inputs=scales[0], hidden=scales[1])
     assert isinstance(layer, nn.Linear)
     return linear_of(scheme, weights[0], layer.bias, layer.in_features, seen)
 

@@ -96,14 +96,14 @@ def _layers_of(name: str, layer: QuantizedModule) -> list[tuple[str, dict[str, T
 
 def _experts(name: str, layer: QuantizedExperts) -> list[tuple[str, dict[str, Tensor]]]:
     inner, hidden = layer.intermediate_dim, layer.hidden_dim
-    gate_up, down = layer.weight("gate_up_proj"), layer.weight("down_proj")
+    up, down = layer.weight(layer.up_name), layer.weight("down_proj")
+    names = ("gate_proj", "up_proj") if layer.has_gate else ("up_proj",)
     inputs = _rest(None, layer.input_scale, layer.input_zero_point)
     hidden_inputs = _rest(None, layer.hidden_scale, layer.hidden_zero_point)
     found = []
     for expert in range(layer.num_experts):
         for part, weight, rows, num_inputs, scales in (
-            ("gate_proj", gate_up, slice(0, inner), hidden, inputs),
-            ("up_proj", gate_up, slice(inner, 2 * inner), hidden, inputs),
+            *((part, up, slice(i * inner, (i + 1) * inner), hidden, inputs) for i, part in enumerate(names)),
             ("down_proj", down, slice(0, hidden), inner, hidden_inputs),
         ):
             zero_point = None if weight.zero_point is None else weight.zero_point[expert, rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -96,10 +97,20 @@ def find_targets(model: nn.Module, ignore: Sequence[str]) -> Targets:
     return Targets(layers=layers, ignored=tuple(ignored))
 
 
+def expert_weights(module: Any) -> tuple[str, str] | None:
+    """Return the names of the stacked weights of a mixture's experts, as transformers has them; None for no experts.
+
+    The first is of gate and up, or of up alone where the module says that its experts have no gate.
+    """
+    gated = getattr(module, "has_gate", True)
+    names = ("gate_up_proj" if gated else "up_proj", "down_proj")
+    parameters = [getattr(module, name, None) for name in names]
+    return names if all(isinstance(p, nn.Parameter) and p.dim() == 3 for p in parameters) else None
+
+
 def is_experts(module: nn.Module) -> bool:
-    """Tell whether a module holds the stacked weights of a mixture's experts, as transformers names them."""
-    parameters = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    return all(isinstance(p, nn.Parameter) and p.dim() == 3 for p in parameters)
+    """Tell whether a module holds the stacked weights of a mixture's experts."""
+    return expert_weights(module) is not None
 
 
 def is_router(name: str, module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -27,14 +27,16 @@ CACHE_SCALE_NAMES = ("k_scale", "v_scale")
 class TensorFiles:
     """The tensors in some safetensors files, which are open within this context manager.
 
-    asked: the first line of errors. Each tensor is read when it is asked for; `rest` then returns all others.
+    asked: the first line of errors. rename: gives a stored name as the model has it; tensors are found by either. Each
+    tensor is read when it is asked for; `rest` then returns all others, by their stored names.
     """
 
-    def __init__(self, asked: str, files: Iterable[Path]) -> None:
-        self.asked = asked
+    def __init__(self, asked: str, files: Iterable[Path], rename: Callable[[str], str] = str) -> None:
+        self.asked, self._rename = asked, rename
         self._files = tuple(files)
         self._stack = ExitStack()
         self._handles: dict[str, Any] = {}
+        self._stored: dict[str, str] = {}
         self._read: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -43,6 +45,7 @@ class TensorFiles:
         for file in self._files:
             handle = self._stack.enter_context(safe_open(file, framework="pt"))
             self._handles |= dict.fromkeys(handle.keys(), handle)
+        self._stored = {self._rename(name): name for name in self._handles} | {name: name for name in self._handles}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,7 +53,7 @@ class TensorFiles:
 
     def has(self, name: str) -> bool:
         """Tell whether there is such a tensor."""
-        return name in self._handles
+        return name in self._stored
 
     def read(
         self, name: str, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]] | None = None, why: str = ""
@@ -59,10 +62,11 @@ class TensorFiles:
 
         why: the reason for that shape, for the error.
         """
-        if name not in self._handles:
+        if name not in self._stored:
             raise self.error(f"the tensor {name!r} is missing, which quantization_config asks for")
-        self._read.add(name)
-        tensor: Tensor = self._handles[name].get_tensor(name)
+        stored = self._stored[name]
+        self._read.add(stored)
+        tensor: Tensor = self._handles[stored].get_tensor(stored)
         if tensor.dtype not in dtypes:
             wanted = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
             raise self.error(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}")

@@ -159,7 +159,7 @@ def _changed(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 
 OTHER_KIND: Mapping[str, str] = MappingProxyType(
-    {"silu": "gelu", "gelu": "gelu_tanh", "gelu_tanh": "gelu", "relu": "silu"}
+    {"silu": "gelu", "gelu": "gelu_tanh", "gelu_tanh": "gelu", "relu": "silu", "relu2": "relu"}
 )
 """For an activation, another one that is easily taken for it."""
 

@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from core.bench import rates
 from core.cli import main
+from tests.page import Page
 
 BENCH = ["bench", "--preset", "tiny-llama", "--device", "cpu"]
 SMALL = [*BENCH, "--batch", "1", "--context", "16", "--prefill", "", "--rounds", "2", "--steps", "2"]
@@ -30,7 +31,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_the_document_and_the_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     others, plot, document = tmp_path / "others.json", tmp_path / "p.svg", tmp_path / "d.json"
     others.write_text('{"engine A": {"decode/1": 1.5}}')
-    files = ["--json", str(document), "--plot", str(plot), "--reference", str(others)]
+    page = tmp_path / "p.html"
+    files = ["--json", str(document), "--plot", str(plot), "--html", str(page), "--reference", str(others)]
     assert (
         main(
             [
@@ -52,6 +54,7 @@ def test_the_table_the_document_and_the_plot(tmp_path: Path, capsys: pytest.Capt
     assert "kernels of core, decode/1" in out and "mlp.down_proj" in out and f"written: {plot}" in out
     found = json.loads(document.read_text())
     assert found["schema"] == "core.bench/1" and found["plot"] == str(plot)
+    assert found["html"] == str(page) and "engine A" in Page(page.read_text(encoding="utf-8")).texts
     assert found["settings"]["options"]["disable_passes"] == ["lift_rotary"]
     _check_documented(found)
     (cell,) = found["cells"]
@@ -94,6 +97,7 @@ def test_json_to_standard_output_is_all_there_is(capsys: pytest.CaptureFixture[s
         (["--context", "600"], ("--context 600", "512 positions")),
         (["--plot", "x.pdf"], ("--plot 'x.pdf'", ".svg")),
         (["--plot", "nowhere/x.svg"], ("no folder",)),
+        (["--html", "nowhere/x.html"], ("--html", "no folder")),
         (["--json", "nowhere/x.json"], ("--json", "no folder")),
         (["--reference", "nowhere.json"], ("--reference", "can't be read")),
         (["llama"], ("two models",)),

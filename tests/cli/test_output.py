@@ -12,7 +12,8 @@ import pytest
 
 from core._version import __version__
 from core.cli import COMMANDS, main, output
-from core.cli.output import console, loading, print_json, status
+from core.cli.output import console, loading, print_core_error, print_json, status
+from core.errors import UsageError
 
 
 def test_numbers_that_json_has_not_become_null(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +47,23 @@ def test_a_pipe_is_as_wide_as_columns_says_and_gets_no_padding(
         lines = capsys.readouterr().out.splitlines()
         assert width - 12 < max(map(len, lines)) <= width
         assert all(line == line.rstrip() for line in lines)
+
+
+def test_an_error_breaks_between_words_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = UsageError("model 'x'", found="word " * 30 + "a" * 60, remedy="pass a folder")
+    print_core_error(error, as_json=False, debug=False)
+    assert str(error) in capsys.readouterr().err
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    print_core_error(error, as_json=False, debug=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert " ".join(" ".join(lines).split()) == " ".join(f"error: {error}".split())
+    assert "a" * 60 in lines[-2] and max(map(len, (*lines[:-2], lines[-1]))) <= 50
+    assert [len(line) - len(line.lstrip()) for line in lines] == [0, 2, *[4] * (len(lines) - 3), 2]
+    assert main(["run", "--no-such"]) == 2
+    assert all(len(line) <= 50 for line in capsys.readouterr().err.splitlines())
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

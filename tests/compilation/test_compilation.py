@@ -288,7 +288,7 @@ def test_compiling_again_and_again_meets_no_limit() -> None:
 
 def test_wrong_arguments_are_refused_before_tracing() -> None:
     inputs = {"x": core.InputSpec(("n", 2), torch.float32)}
-    with refused(UsageError, "compiling for None", "a device name such as 'auto'"):
+    with refused(UsageError, "device None", "a device name such as 'auto'"):
         core.compile(model, None, inputs=inputs, buckets=[4])  # type: ignore[arg-type]
     with refused(UsageError, "with the inputs 'y'", "name the inputs as the model's forward"):
         core.compile(model, cpu(), inputs={"y": inputs["x"]}, buckets=[4])

@@ -41,7 +41,10 @@ def test_examples_declare_shapes_and_dimensions(dim: Any, shorter: Any) -> None:
     assert torch.equal(program("main", X, scale), Model()(X, scale))
 
 
-@pytest.mark.parametrize("given", [{"inputs": [X]}, {"inputs": {"x": X}}, {"example_inputs": {"x": X}}])
+@pytest.mark.parametrize(
+    "given",
+    [{"inputs": [X]}, {"inputs": {"x": X}}, {"example_inputs": {"x": X}}, {"example_inputs": X}, {"inputs": X}],
+)
 def test_without_names_every_size_is_fixed(given: Any) -> None:
     program = compiled(**given)
     assert torch.equal(program(X), Model()(X))
@@ -52,6 +55,33 @@ def test_without_names_every_size_is_fixed(given: Any) -> None:
 def test_declarations_by_place() -> None:
     program = compiled(inputs=[InputSpec(("n", 4), torch.float32)], buckets=[4])
     assert torch.equal(program(X), Model()(X))
+
+
+def test_buckets_by_dimension_are_combined() -> None:
+    program = compiled(
+        lambda x: x.tanh(), example_inputs=(X,), dynamic={"x": {0: "n", 1: "width"}}, buckets={"n": [2, 4], "width": 4}
+    )
+    assert sorted(str(key) for key in program.keys) == ["main[2, 4]", "main[4, 4]"]
+    assert torch.equal(program(X), X.tanh())
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cpu", 0), core.select_device("cpu")], ids=str)
+def test_a_device_may_be_an_object(device: Any) -> None:
+    program = core.compile(Model().eval(), device, example_inputs=(X,), options={"lowering": "inline"})
+    assert torch.equal(program(X), Model()(X))
+
+
+def test_a_device_is_no_number() -> None:
+    with refused(UsageError, "device 0", "a torch.device"):
+        core.select_device(0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [{"inputs": [X]}, {"example_inputs": (X,)}])
+def test_a_callable_is_captured_with_the_same_inputs(given: Any) -> None:
+    program = core.capture(Model().eval(), "cpu", **given)
+    assert torch.equal(program(X), Model()(X))
+    with refused(UsageError, "core.capture without inputs"):
+        core.capture(Model().eval(), "cpu")
 
 
 def test_without_buckets_the_example_is_one_and_larger_batches_are_split() -> None:
@@ -98,7 +128,17 @@ def test_verify_takes_the_examples() -> None:
     [
         ({}, "without inputs"),
         ({"inputs": [X], "example_inputs": [X]}, "both say"),
-        ({"example_inputs": X}, r"write (x,)"),
+        ({"example_inputs": 3}, r"write (x,)"),
+        ({"example_inputs": (X,), "dynamic": {"x": {0: torch.export.Dim.DYNAMIC}}}, "no name of a dimension"),
+        ({"example_inputs": (X,), "dynamic": {"x": {0: "n"}}, "buckets": "8,16"}, "not a list"),
+        ({"example_inputs": (X,), "dynamic": {"x": {0: "n"}}, "buckets": [0]}, "a whole number above 0"),
+        ({"example_inputs": (X,), "dynamic": {"x": {0: "n"}}, "buckets": {"n": "8"}}, "buckets={'n': [1, 8]}"),
+        ({"example_inputs": (X,), "options": {"lowring": "inline"}}, "did you mean 'lowering'"),
+        ({"example_inputs": (X,), "options": {"debug": "yes"}}, "give bool"),
+        ({"example_inputs": (X,), "options": 3}, "core.CompileOptions(…)"),
+        ({"example_inputs": (X,), "model": Model}, "a class, not an instance"),
+        ({"example_inputs": (X,), "model": "Model"}, "can't be called"),
+        ({"example_inputs": (X,), "model": torch.tanh}, "a mapping by name, or wrap it"),
         ({"example_inputs": (X, X, X)}, "the model takes 2 of them: x, scale"),
         ({"example_inputs": (X, 3.0)}, "example input 'scale'"),
         ({"example_inputs": (X,), "dynamic": {"y": {0: "batch"}}}, "the inputs are x"),

@@ -122,6 +122,28 @@ def test_autocast_runs_as_traced() -> None:
 
 
 @torch.no_grad()
+def test_autocast_that_is_switched_off_changes_nothing() -> None:
+    model, x = Block().eval(), torch.randn(4, 32)
+
+    def careful(x: Tensor) -> Tensor:  # as diffusion models guard their norms
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            y: Tensor = model(x)
+        return y
+
+    def nested(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return careful(x) + model(x)
+
+    run = compiled(careful)
+    torch.testing.assert_close(run(x), model(x))
+    assert (only_graph().original, only_graph().matched["lift_rms_norm"]) == ("", 1)
+    with torch.autocast("cpu", torch.bfloat16):  # what is switched off matters here
+        assert torch.equal(run(x), careful(x))
+    assert torch.equal(compiled(nested)(x), nested(x))
+    assert ["autocast" in graph.original for graph in core.backend_report().graphs] == [False, True, True]
+
+
+@torch.no_grad()
 def test_graph_breaks_are_named_and_counted() -> None:
     def broken(x: Tensor) -> Tensor:
         x = x * 2
@@ -186,6 +208,28 @@ def test_symbolic_sizes_and_numbers(lowering: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_growing_cache_stays_attention(dtype: torch.dtype) -> None:
+    attend = nn.functional.scaled_dot_product_attention
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, torch.cat((k, q), -2), torch.cat((v, q), -2))
+
+    def drawn(length: int) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (torch.randn(2, 3, size, 16, dtype=dtype) for size in (1, length, length))
+        for cache in (k, v):
+            torch._dynamo.mark_dynamic(cache, 2)
+        return q, k, v
+
+    run = compiled(step, device=acme())
+    for length in (7, 9, 12):
+        given = drawn(length)
+        torch.testing.assert_close(run(*given), step(*given))
+    graph = only_graph()
+    assert (graph.matched["lift_attention"], graph.calls) == (1, 3)
+
+
+@torch.no_grad()
 def test_numbers_that_change_get_rewrites_of_their_own() -> None:
     def scaled(x: Tensor, eps: float) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
@@ -195,6 +239,21 @@ def test_numbers_that_change_get_rewrites_of_their_own() -> None:
     for eps in (0.5, 0.25, 0.5, 0.1, 0.2, 0.3, 0.4):
         assert torch.equal(run(x, eps), scaled(x, eps))
     assert any("floating numbers" in note for note in only_graph().notes)
+
+
+@torch.no_grad()
+def test_results_of_numbers_that_stay_arguments_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core.dynamo.graph._MAX_NUMBERS", 0)
+
+    def scaled(x: Tensor, scale: float) -> tuple[Tensor, float]:
+        return x * scale, scale * 2
+
+    run, x = torch.compile(scaled, backend="core", dynamic=True, options={"lowering": "inductor"}), torch.randn(4)
+    for scale in (0.1, 0.2):
+        found, doubled = run(x, scale)
+        assert torch.equal(found, x * scale)
+        assert doubled == scale * 2
+    assert any("are computed with by lowering 'inline'" in note for note in only_graph().notes)
 
 
 @torch.no_grad()
@@ -297,6 +356,9 @@ def test_a_graph_that_writes_its_inputs_is_not_captured() -> None:
         ({"options": {"lowring": "inline"}}, "did you mean 'lowering'"),
         ({"options": {"verify": "yes"}}, "no level of that name"),
         ({"options": {"passes": "lift_rms_norm"}}, "pass a tuple"),
+        ({"options": {"strict": "yes"}}, "give bool"),
+        ({"options": {"max_shapes": 0}}, "give at least 1"),
+        ({"options": {"device": 0}}, "give str or Device or device"),
         ({"options": {"passes": ("lift_norm",)}}, "lift_norm"),
         ({"options": {"device": "nowhere"}}, "no installed plugin"),
         ({"options": {"lowering": "nothing"}}, "this device has"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import core
-from core.errors import UsageError
+from core.errors import UnknownDeviceError, UsageError
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -58,14 +58,14 @@ class DiffusionPipeline:
 
 
 class Inner(nn.Module):
-    """The first part of a sentence encoder."""
+    """The first part of a sentence encoder, which calls its model past `__call__`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.auto_model = nn.Linear(4, 4)
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {**features, "tokens": self.auto_model(features["x"])}
+        return {**features, "tokens": self.auto_model.forward(features["x"])}
 
 
 class Pooling(nn.Module):
@@ -108,12 +108,22 @@ def test_a_sentence_encoder() -> None:
     expected = model.encode(torch.ones(2, 4))
     core.optimize(model, lowering="inline")
     torch.testing.assert_close(model.encode(torch.ones(2, 4)), expected)
-    assert core.backend_report().calls == 2
+    report = core.backend_report()
+    assert (report.calls, report.matched["lift_linear"]) == (2, 1)
 
 
 def test_a_pipeline_without_modules_is_refused() -> None:
     with pytest.raises(UsageError, match=r"holds none in its attributes"):
         core.optimize(SimpleNamespace(model=3))
+
+
+def test_a_device_is_opened_at_once() -> None:
+    model = core.optimize(nn.Linear(4, 4).eval(), "cpu", lowering="inline")
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert core.backend_report().calls == 1
+    with pytest.raises(UnknownDeviceError, match="no installed plugin has that name"):
+        core.optimize(nn.Linear(4, 4), "nowhere")
 
 
 def test_wrong_options_are_refused_at_once() -> None:

@@ -217,27 +217,24 @@ def test_each_tutorial_runs_from_start_to_end(page: str, tmp_path: Path, monkeyp
     run_all(code(page), vars(module), f"docs/{page}.md")
 
 
-STANDING_IN = {'"path/to/llama", "auto"': 'embedded_model(), "cpu", small', '"cuda"': '"cpu"'}
+STANDING_IN = {'"path/to/llama", "auto"': 'embedded_model(), "cpu", small'}
 """What the README's code leaves to its reader, and what stands there in the test."""
 
 
 @pytest.mark.slow
 def test_the_code_of_the_readme_runs() -> None:
-    import torch
-
     import core
 
     small = core.EngineConfig(max_num_seqs=2, max_model_len=64, options=core.CompileOptions(mode="off"))
-    names = {"torch": torch, "function": torch.sin, "embedded_model": embedded_model, "small": small}
+    names = {"embedded_model": embedded_model, "small": small}
     printed = []
     for block in blocks(README):
         if block.kind == "python":
             for asked, given in STANDING_IN.items():
                 block = replace(block, text=block.text.replace(asked, given))
             printed.append(run(block, names, "README.md"))
-    assert len(printed) == 3
-    assert "cpu" in printed[0] and "paged" in printed[2]
-    assert torch.equal(names["program"](x=torch.ones(5, 16)), torch.ones(5, 16).sin())
+    assert len(printed) == 2
+    assert "cpu" in printed[0] and "paged" in printed[1]
 
 
 @pytest.mark.slow

@@ -165,6 +165,15 @@ def test_verify_finds_the_mistake_and_names_the_pass(mistake: Mistake) -> None:
     assert f"verifying pass {mistake.of!r}" in message and found.fault.where in message
 
 
+@pytest.mark.slow
+def test_the_mistake_is_found_in_experts_without_a_gate() -> None:
+    (mistake,) = (each for each in mistakes() if each.name == "experts-kind")
+    graph = decode_of("nemotron_h, paged")
+    report, found = verified(graph, injected(up_to(mistake.of), planted(mistake.name)), mistake.of)
+    assert report.matched == 1 and not report.near_misses
+    assert not found.passed and found.worst_ratio > 1
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in BISECTED.items()])
 def test_bisect_finds_the_mistake_where_verify_does(name: str) -> None:
     mistake, model = next(each for each in mistakes() if each.name == name), MODELS.get(name, "llama")

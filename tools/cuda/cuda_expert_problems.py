@@ -32,6 +32,7 @@ class Experts:
     experts: int
     hidden: int
     inner: int
+    gated: bool = True
 
     op = "grouped_mlp"
     library = None
@@ -44,7 +45,7 @@ class Experts:
     @property
     def num_bytes(self) -> int:
         """What it must move: the experts that are hit."""
-        return 2 * 3 * self.hidden * self.inner * min(self.experts, self.tokens * self.top_k)
+        return 2 * (self._parts + 1) * self.hidden * self.inner * min(self.experts, self.tokens * self.top_k)
 
     def make(self, device: str) -> dict[str, Any]:
         """Return a call."""
@@ -53,9 +54,18 @@ class Experts:
             "x": randn(self.tokens, self.hidden, device=device),
             "weights": torch.rand(self.tokens, self.top_k, device=device).to(DTYPE),
             "indices": scores.topk(self.top_k, dim=-1).indices,
-            "gate_up": randn(self.experts, 2 * self.inner, self.hidden, device=device),
+            "gate_up": randn(self.experts, self._parts * self.inner, self.hidden, device=device),
             "down": randn(self.experts, self.hidden, self.inner, device=device),
         }
+
+    @property
+    def _parts(self) -> int:
+        return 2 if self.gated else 1
+
+    @property
+    def _kind(self) -> str:
+        """SiLU behind a gate, as Qwen3 has it; the square of ReLU without one, as Nemotron-H has it."""
+        return "silu" if self.gated else "relu2"
 
     def candidates(self) -> list[Any]:
         """Return configurations to try."""
@@ -69,17 +79,17 @@ class Experts:
         from core_cuda.ops.moe.grouped_mlp import Experts as Weights
         from core_cuda.ops.moe.grouped_mlp import run_grouped_mlp
 
-        weights = Weights(data["gate_up"], data["down"])
-        return run_grouped_mlp(data["x"], data["weights"], data["indices"], weights, Gate("silu"), config=config)
+        weights = Weights(data["gate_up"], data["down"], gated=self.gated)
+        return run_grouped_mlp(data["x"], data["weights"], data["indices"], weights, Gate(self._kind), config=config)
 
     def wanted(self, data: dict[str, Any]) -> Tensor:
         """Compute it by the op's reference."""
-        result: Tensor = torch.ops.core.grouped_mlp(**data, kind="silu")
+        result: Tensor = torch.ops.core.grouped_mlp(**data, kind=self._kind, gated=self.gated)
         return result
 
     def same_kernel(self, config: Any) -> tuple[Any, ...]:
         """Return what the compiled kernels depend on."""
-        return (self.top_k, self.experts, self.hidden, self.inner, config)
+        return (self.top_k, self.experts, self.hidden, self.inner, self.gated, config)
 
     def _shape(self) -> Any:
         from core_cuda.ops.moe.grouped_configs import GroupedShape

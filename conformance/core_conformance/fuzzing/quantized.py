@@ -154,13 +154,14 @@ def moe_route(source: Source) -> dict[str, Any]:
 
 
 def grouped_mlp(source: Source) -> dict[str, Any]:
-    """Draw a call of core::grouped_mlp, experts without tokens included."""
+    """Draw a call of core::grouped_mlp, experts without tokens and without a gate included."""
     tokens, experts, top_k = source.integer(0, 12), source.integer(2, 6), source.integer(1, 2)
     hidden, inner = 8 * source.integer(1, 6), 8 * source.integer(1, 6)
-    transposed = source.one_of(False, True)
+    transposed, gated = (source.one_of(False, True) for _ in range(2))
+    width = 2 * inner if gated else inner
     gate_up, down = (
         source.tensor(experts, *(shape[::-1] if transposed else shape), scale=shape[1] ** -0.5)
-        for shape in ((2 * inner, hidden), (hidden, inner))
+        for shape in ((width, hidden), (hidden, inner))
     )
     ranks = torch.stack([source.order(experts) for _ in range(tokens)]) if tokens else torch.empty(0, experts).long()
     # Of an expert that lies elsewhere: -1 names none of these.
@@ -172,11 +173,12 @@ def grouped_mlp(source: Source) -> dict[str, Any]:
         "gate_up": gate_up,
         "down": down,
         "kind": source.one_of(*ACTIVATIONS),
+        "gated": gated,
         "transposed": transposed,
-        "interleaved": source.one_of(False, True),
-        "limit": source.one_of(0.0, 7.0),
-        "up_offset": source.one_of(0.0, 1.0),
-        "gate_up_bias": source.maybe(experts, 2 * inner),
+        "interleaved": gated and source.one_of(False, True),
+        "limit": source.one_of(0.0, 7.0) if gated else 0.0,
+        "up_offset": source.one_of(0.0, 1.0) if gated else 0.0,
+        "gate_up_bias": source.maybe(experts, width),
         "down_bias": source.maybe(experts, hidden),
     }
 

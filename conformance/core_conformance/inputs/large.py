@@ -128,6 +128,8 @@ def grouped_mlp(draw: Draw) -> Iterator[Sample]:
         indices = draw(num_tokens, ranks, dtype=torch.float64).argsort(-1)[:, :2]
         call = {"x": draw(num_tokens, size), "weights": draw(num_tokens, 2).sigmoid(), "indices": indices}
         yield Sample(name=name, kwargs={**call, **matrices, "kind": "silu"})
+    up = {"gate_up": draw(experts, inner, size, scale=size**-0.5), "gated": False}
+    yield Sample(name="8 experts without a gate", kwargs={**call, **matrices, **up, "kind": "relu2"})
 
 
 def quantize(draw: Draw) -> Iterator[Sample]:

@@ -49,7 +49,7 @@ def delta_call(
         "query": draw(rows, heads[0], sizes[0]),
         "key": draw(rows, heads[0], sizes[0]),
         "value": draw(rows, heads[1], sizes[1]),
-        "decay": -draw(*fading, dtype=wide).abs(),
+        "decay": -draw.magnitudes(*fading, dtype=wide),
         "beta": draw(rows, heads[1]).sigmoid(),
         "states": draw(rows + 3, heads[1], *sizes, dtype=wide),
         "scale": sizes[0] ** -0.5,

@@ -68,17 +68,20 @@ def moe_route(draw: Draw) -> Iterator[Sample]:
 
 
 def grouped_mlp(draw: Draw) -> Iterator[Sample]:
-    """Yield 200 tokens for four of 32 experts each."""
+    """Yield 200 tokens for four of 32 experts each, with a gate and without."""
     experts, size, inner, num_tokens = 32, 128, 64, 200
+    gate_up = draw(experts, 2 * inner, size, scale=size**-0.5)
     kwargs = {
         "x": draw(num_tokens, size),
         "weights": draw(num_tokens, 4).sigmoid(),
         "indices": draw(num_tokens, experts, dtype=torch.float64).argsort(-1)[:, :4],
-        "gate_up": draw(experts, 2 * inner, size, scale=size**-0.5),
+        "gate_up": gate_up,
         "down": draw(experts, size, inner, scale=inner**-0.5),
         "kind": "silu",
     }
     yield Sample(name="32 experts, 200 tokens", kwargs=kwargs)
+    plain = {"gate_up": gate_up[:, inner:].contiguous(), "kind": "relu2", "gated": False}
+    yield Sample(name="32 experts without a gate, 200 tokens", kwargs={**kwargs, **plain})
 
 
 def quantize(draw: Draw) -> Iterator[Sample]:

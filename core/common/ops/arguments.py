@@ -57,5 +57,14 @@ class Draw:
 
     def __call__(self, *shape: int, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor of this shape with mean `shift` and deviation `scale`."""
-        normal = torch.randn(shape, generator=self._generator, dtype=torch.float64)
-        return (normal * scale + shift).to(dtype or self.dtype).to(self.device)
+        return self._normal(shape, scale, shift).to(dtype or self.dtype).to(self.device)
+
+    def magnitudes(
+        self, *shape: int, scale: float = 1.0, shift: float = 0.0, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the magnitudes of such a tensor, taken on the host: a device need not have `abs` for a call of an op
+        that does not use it."""
+        return self._normal(shape, scale, shift).abs().to(dtype or self.dtype).to(self.device)
+
+    def _normal(self, shape: tuple[int, ...], scale: float, shift: float) -> Tensor:
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64) * scale + shift

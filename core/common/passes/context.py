@@ -137,7 +137,7 @@ class PassContext:
             if extra.get(key) != wanted:
                 return f"the device's capability {key!r} is {extra.get(key)!r}, needed is {wanted!r}"
         if not _within(self.world_size, guards.world_size):
-            return f"world size {self.world_size} is outside {_text(guards.world_size)}"
+            return f"it is for {_text(guards.world_size)} processes, and this graph is for {self.world_size}"
         if guards.tokens is not None:
             if self.tokens is None:
                 return f"made for {_text(guards.tokens)} tokens, and how many this graph serves is unknown"
@@ -167,4 +167,5 @@ def _within(value: int, bounds: tuple[int, int | None]) -> bool:
 
 
 def _text(bounds: tuple[int, int | None]) -> str:
-    return f"{bounds[0]}..{'' if bounds[1] is None else bounds[1]}"
+    least, most = bounds
+    return f"{least} or more" if most is None else f"{least} to {most}"

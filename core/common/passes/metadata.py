@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,6 +26,23 @@ Memo = dict[object, Any]
 
 ASKS = "asks about a symbolic size"
 """First words of the reason why a site stays: the trace does not determine a size that its new op needs."""
+
+
+_EQUALITIES: ContextVar[bool] = ContextVar("equalities of sizes are guarded", default=False)
+
+
+@contextmanager
+def equalities_guarded() -> Iterator[None]:
+    """Within, a fake run may take symbolic sizes for equal which the first call had equal.
+
+    For backends of Dynamo, which checks before each call whatever its backends have asked: a cache whose keys and
+    values have symbols of their own stays attention.
+    """
+    token = _EQUALITIES.set(True)
+    try:
+        yield
+    finally:
+        _EQUALITIES.reset(token)
 
 
 class Values:
@@ -146,7 +164,7 @@ def _no_guards(mode: FakeTensorMode | None) -> Iterator[None]:
         return
 
     def refuse(kind: str, guard: object, *_: object, **__: object) -> None:
-        if "suppressed" not in kind:
+        if "suppressed" not in kind and not _is_guarded(guard):
             raise NewGuard(f"{ASKS}: {guard}")
 
     num_guards, known = len(shape_env.guards), vars(shape_env).get("_log_guard")
@@ -157,8 +175,15 @@ def _no_guards(mode: FakeTensorMode | None) -> Iterator[None]:
         del vars(shape_env)["_log_guard"]
         if known is not None:
             vars(shape_env)["_log_guard"] = known
-    if len(shape_env.guards) > num_guards:
-        raise NewGuard(f"{ASKS}: {shape_env.guards[-1].expr}")
+    added = [guard.expr for guard in shape_env.guards[num_guards:] if not _is_guarded(guard.expr)]
+    if added:
+        raise NewGuard(f"{ASKS}: {added[-1]}")
+
+
+def _is_guarded(guard: Any) -> bool:
+    """Tell whether a guard says that two symbolic sizes are equal, and somebody checks that before each call."""
+    is_equality = getattr(guard, "rel_op", "") == "=="
+    return _EQUALITIES.get() and is_equality and all(side.free_symbols for side in guard.args)
 
 
 class _Recorder(fx.Interpreter):

@@ -194,10 +194,11 @@ class ProgramCache:
             return
         name, found = nearest
         told = partial(explain, found, self._store.places(name), self._places())
-        log.info("compile cache: miss; nearest is %s, %d factors differ:", name, len(found))
+        differ = "1 factor differs" if len(found) == 1 else f"{len(found)} factors differ"
+        log.info("compile cache: miss; nearest is %s, %s:", name, differ)
         for line in told():
             log.info("compile cache:   %s", line)
-        reason = f"{len(found)} factors differ from {name[:12]}: {'; '.join(told(most=_MOST_IN_REASON))}"
+        reason = f"{differ} from {name[:12]}: {'; '.join(told(most=_MOST_IN_REASON))}"
         lines = tuple(each_line([str(each) for each in found], most=_MOST_LINES))
         self.report = replace(self.report, reason=reason, differences=lines)
 

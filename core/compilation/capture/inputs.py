@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, prod
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ Padding = Literal["zero", "sentinel", "edge", "keep", "copy", "bound"]
 
 _DIM = re.compile(r"([A-Za-z_]\w*)(?:\s*\+\s*(\d+))?")
 Buckets = Mapping[str, Sequence["int | Mapping[str, int]"]] | Sequence["int | Mapping[str, int]"]
+"""Sizes of the one bucket dimension, or by dimension for each bucket; a list of these for each phase; or, under the
+names of all dimensions, the sizes of each, which are combined each with each."""
 RESERVED = frozenset({"guards", "step"})
 DEFAULT_PHASE = "main"
 
@@ -141,6 +143,18 @@ def _holds(dtype: torch.dtype, value: int | float) -> bool:
     return not special and value == int(value) and low <= value <= high
 
 
+def _combined(sizes: Mapping[str, Any]) -> list[dict[str, int]]:
+    """Return the buckets that hold each size of a dimension with each of the others; an int is a list of one."""
+    lists = [[each] if isinstance(each, int) else each for each in sizes.values()]
+    if not all(isinstance(each, Sequence) and not isinstance(each, str) and each for each in lists):
+        raise UsageError(
+            f"buckets={dict(sizes)!r}",
+            found="not a list of sizes for each dimension",
+            remedy=f"write it like buckets={ {name: [1, 8] for name in sizes}!r}",
+        )
+    return [dict(zip(sizes, each, strict=True)) for each in product(*lists)]
+
+
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -192,6 +206,8 @@ class BucketTable:
             )
         if buckets is None:
             buckets = [{}]
+        if isinstance(buckets, Mapping) and dims and set(buckets) == set(dims):
+            buckets = _combined(buckets)
         if not isinstance(buckets, Mapping):
             buckets = {DEFAULT_PHASE: buckets}
         if not buckets:
@@ -201,10 +217,8 @@ class BucketTable:
         return cls(dims, phases, per_phase)
 
     @staticmethod
-    def _keys(
-        phase: str, dims: tuple[str, ...], entries: Sequence[int | Mapping[str, int]], guards: GuardValues
-    ) -> tuple[GraphKey, ...]:
-        if not isinstance(entries, Sequence) or not entries:
+    def _keys(phase: str, dims: tuple[str, ...], entries: object, guards: GuardValues) -> tuple[GraphKey, ...]:
+        if isinstance(entries, str) or not isinstance(entries, Sequence) or not entries:
             raise UsageError(
                 f"buckets {entries!r} of phase {phase!r}",
                 found="not a list of at least one bucket",
@@ -218,9 +232,12 @@ class BucketTable:
         for entry in entries:
             sizes = {dims[0]: entry} if isinstance(entry, int) and len(dims) == 1 else entry
             if not isinstance(sizes, Mapping) or set(sizes) != set(dims) or not all(map(_is_size, sizes.values())):
+                named = isinstance(sizes, Mapping) and set(sizes) == set(dims)
                 raise UsageError(
                     f"bucket {entry!r} of phase {phase!r}",
-                    found=f"the inputs' bucket dimensions are: {', '.join(dims) or 'none'}",
+                    found="a size is a whole number above 0"
+                    if named
+                    else f"the inputs' bucket dimensions are: {', '.join(dims) or 'none'}",
                     remedy=f"give one positive size per dimension: buckets=[{dict.fromkeys(dims, 8)!r}]"
                     if dims
                     else "leave `buckets` out: every input has a fixed shape",

@@ -249,10 +249,10 @@ def loaded_model(
     )
 
 
-def _check_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and not dtype.is_floating_point:
+def _check_dtype(dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UsageError(
-            f"load weights as {dtype}", found="it is not a floating dtype", remedy="pass torch.bfloat16, or None"
+            f"load weights as {dtype!r}", found="it is not a floating dtype", remedy="pass torch.bfloat16, or None"
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class QuantizedCheckpoint:
         hollowed = model_class(self._config)
         with torch.device("meta"):
             skeleton = hollowed(self._config)
-        with TensorFiles(self._asked, self._checkpoint.weight_files) as files:
+        with TensorFiles(self._asked, self._checkpoint.weight_files, _renaming(skeleton)) as files:
             layers = self._read(files, skeleton)
             cache_scales = self._read_cache_scales(files, skeleton)
             if not layers:
@@ -126,6 +127,24 @@ class QuantizedCheckpoint:
         if (self._checkpoint.path / "generation_config.json").is_file():
             read = import_transformers().GenerationConfig.from_pretrained
             model.generation_config = read(self._checkpoint.path, local_files_only=True)
+
+
+def _renaming(model: nn.Module) -> Callable[[str], str]:
+    """Return what gives the name of a stored tensor as the model has it, by what transformers renames in its type.
+
+    Nemotron-H's files say `backbone` where the model says `model`.
+    """
+    import_transformers()
+    mappings: Any = importlib.import_module("transformers.conversion_mapping")
+    kind: Any = importlib.import_module("transformers.core_model_loading").WeightRenaming
+    renamings = [each for each in mappings.get_model_conversion_mapping(model) if isinstance(each, kind)]
+
+    def rename(name: str) -> str:
+        for each in renamings:
+            name, _ = each.rename_source_key(name)
+        return name
+
+    return rename
 
 
 def _load_rest(base: type[nn.Module], quantized: tuple[str, ...], **options: Any) -> tuple[nn.Module, dict[str, Any]]:

@@ -58,11 +58,10 @@ class ServedLayer:
 
         def as_batch(values: Tensor) -> Tensor:
             fits = values.dim() > 1 and values.shape[0] == 1 and values.shape[1] == states.num_rows
-            return values.transpose(0, 1) if fits else values
+            return _as_batch(values) if fits else values
 
         args, kwargs = _mapped(tuple(args), as_batch), _mapped(dict(kwargs), as_batch)
-        out = self._call(module, args, kwargs, states, begins=False)
-        return _mapped(out, lambda values: values.transpose(0, 1))
+        return _mapped(self._call(module, args, kwargs, states, begins=False), _as_tokens)
 
     def compute(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], runs: Sequence[Run]) -> Any:
         """Compute runs of tokens. Tensors of the arguments and of the result are (1, T, …)."""
@@ -73,12 +72,12 @@ class ServedLayer:
             def own(values: Tensor, rows: slice | Tensor = run.rows) -> Tensor:
                 if values.dim() < 2 or values.shape[:2] != (1, num_tokens):
                     return values
-                return values[:, rows] if isinstance(rows, slice) else values[:, rows].transpose(0, 1)
+                return values[:, rows] if isinstance(rows, slice) else _as_batch(values[:, rows])
 
             given, states = (_mapped(tuple(args), own), _mapped(dict(kwargs), own)), SlotStates(run.slots)
             if isinstance(run.rows, Tensor):
                 out = self._call(module, *given, states, begins=False)
-                outs.append(_mapped(out, lambda values: values.transpose(0, 1)))
+                outs.append(_mapped(out, _as_tokens))
             elif run.begins or self.continues:
                 outs.append(self._call(module, *given, states, begins=run.begins))
             else:
@@ -243,6 +242,20 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _count(run: Run) -> int:
     return run.rows.stop - run.rows.start if isinstance(run.rows, slice) else run.rows.shape[0]
+
+
+def _as_batch(values: Tensor) -> Tensor:
+    """Return (1, rows, …) as (rows, 1, …).
+
+    Not by a transposition: it would leave the dimension of one a stride by which torch's linear layers do not see rows
+    side by side, and each row would be multiplied by a copy of the weight.
+    """
+    return values.squeeze(0).unsqueeze(1)
+
+
+def _as_tokens(values: Tensor) -> Tensor:
+    """Return (rows, 1, …) as (1, rows, …)."""
+    return values.squeeze(1).unsqueeze(0)
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -7,23 +7,34 @@ engine hands each sequence its tokens. `generate` is that in a loop.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from core.common.given import made_of
 from core.compilation.options import Progress
 from core.device import Device
 from core.engine.config import SamplingParams
+from core.engine.held import as_loaded
 from core.engine.inspect.batches import check_batches
 from core.engine.lora.adapters import Adapters
 from core.engine.models.loading import LoadedModel, load_model
 from core.engine.serve.drafting import load_draft
 from core.engine.serve.handing import HandsOut
-from core.engine.serve.prompts import EncodedPrompt, Prompt, check_params, encode_prompts, one_each
+from core.engine.serve.prompts import (
+    EncodedPrompt,
+    Prompt,
+    as_params,
+    as_prompts,
+    encode_prompts,
+    one_each,
+    params_of,
+)
 from core.engine.serve.request import Completion, Request, RequestOutput, check_request_id
 from core.engine.serve.resting import Resting
 from core.engine.serve.route import SERVED, make_runner
@@ -51,16 +62,21 @@ class Engine(HandsOut, Resting, Described):
 
     def __init__(
         self,
-        loaded: LoadedModel,
-        device: str | Device,
-        config: EngineConfig | None = None,
+        model: LoadedModel | nn.Module,
+        device: str | Device | torch.device = "auto",
+        config: EngineConfig | Mapping[str, Any] | None = None,
         *,
+        tokenizer: Any | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Choose the route (paged cache, else transformers' static cache, with the reason) and compile."""
-        self.loaded = loaded
-        self.device = device = device if isinstance(device, Device) else select_device(device)
-        self.config = config or EngineConfig()
+        """Choose the route (paged cache, else transformers' static cache, with the reason) and compile.
+
+        model: what `load_model` returned, or transformers' own model on the device, then with its tokenizer
+        (`as_loaded`). config: or a mapping of its fields.
+        """
+        self.device = device = select_device(device)
+        self.config = config = made_of(EngineConfig, config or {}, "config")
+        self.loaded = loaded = as_loaded(model, tokenizer, device.torch_device)
         self.max_model_len = self.config.context_length(loaded.max_position)
         self.native_attention: str = loaded.config._attn_implementation
         self._closed = False
@@ -101,14 +117,15 @@ class Engine(HandsOut, Resting, Described):
     def load(
         cls,
         path: str | Path,
-        device: str | Device = "auto",
-        config: EngineConfig | None = None,
+        device: str | Device | torch.device = "auto",
+        config: EngineConfig | Mapping[str, Any] | None = None,
         *,
         dtype: torch.dtype | None = None,
         progress: Progress | None = None,
     ) -> Engine:
         """Load a model folder onto a device and compile it; see `load_model` for what a folder must hold."""
-        resolved = device if isinstance(device, Device) else select_device(device)
+        config = made_of(EngineConfig, config or {}, "config")  # before anything is read
+        resolved = select_device(device)
         resolved.parts.prepare()
         with torch.inference_mode(False):  # weights made in that mode can't be compiled
             load = partial(load_model, path, dtype=dtype, progress=progress)
@@ -127,22 +144,24 @@ class Engine(HandsOut, Resting, Described):
 
     def generate(
         self,
-        prompts: str | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt] | Tensor,
+        params: SamplingParams | Mapping[str, Any] | Sequence[SamplingParams] | None = None,
         *,
         on_text: OnText | None = None,
         collect_logits: bool = False,
         lora: str | Sequence[str | None] | None = None,
+        **settings: Any,
     ) -> list[Completion]:
-        """Generate for all prompts (a text is a list of one) and return one completion for each, in their order.
+        """Generate for all prompts (one alone is a list of one) and return one completion for each, in their order.
 
-        params: one for all, or one each. lora: the name of a loaded adapter, likewise. on_text may call `step`, `abort`
+        params: one for all, or one each; or fields of a `SamplingParams` by name, `generate("Once", stop="\\n")`.
+        lora: the name of a loaded adapter, for all or each. on_text may call `step`, `abort`
         and `close`: what they end has the finish reason "abort". Prompts beyond `max_num_seqs` wait until a sequence
         leaves. Raises `ModelError` for an empty prompt or one longer than the context, before anything runs, and
         `UsageError` while requests of `add_request` are unfinished: their outputs would be lost.
         """
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        prompts = as_prompts(prompts)
+        each = as_params(params, len(prompts), settings)
         names = one_each("adapters", lora, len(prompts))
         encoded = encode_prompts(prompts, self.loaded, each, max_context=self.max_model_len)
         if self.has_unfinished:
@@ -170,7 +189,7 @@ class Engine(HandsOut, Resting, Described):
     def add_request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | Mapping[str, Any] | None = None,
         *,
         collect_logits: bool = False,
         lora: str | None = None,
@@ -183,8 +202,7 @@ class Engine(HandsOut, Resting, Described):
         if self._completions is not None:
             found = "generate is running, and would take its outputs"
             raise UsageError("add a request", found=found, remedy="wait until it returns")
-        params = SamplingParams() if params is None else params
-        check_params(params)
+        params = params_of(params)
         (encoded,) = encode_prompts([prompt], self.loaded, [params], max_context=self.max_model_len)
         return self._add(encoded, params, collect_logits, lora)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 import numpy as np
 
+from core.common.given import check_names, made_of
 from core.engine.config import SamplingParams
 from core.engine.models.loading import LoadedModel
 from core.engine.serve.chat import apply_template, is_chat
@@ -56,14 +57,54 @@ def one_each(what: str, given: str | Sequence[str | None] | None, count: int) ->
     return names
 
 
-def check_params(params: object) -> None:
-    """Raise `UsageError` for anything but a `SamplingParams`."""
-    if not isinstance(params, SamplingParams):
+def as_prompts(given: Any) -> list[Prompt]:
+    """Return the prompts that were given: a text, a list of token ids and a chat are lists of one.
+
+    Arrays and tensors of token ids are lists of them; of two dimensions, a row is a prompt. Raises `UsageError` for
+    what can't be prompts. Whether the model can take each is for `encode_prompts` to say.
+    """
+    given = _plain(given)
+    if isinstance(given, str) or is_chat(given):
+        return [given]
+    if isinstance(given, bytes | bytearray | Mapping) or not isinstance(given, Iterable):
         raise UsageError(
-            f"a request with params={params!r}",
-            found=f"a {type(params).__name__}",
-            remedy="pass a SamplingParams: SamplingParams(max_new_tokens=8)",
+            f"generate for {given!r:.60}",
+            found=f"{type(given).__name__}, which is no prompt",
+            remedy="pass a str, a list of token ids, messages of a chat, or a list of such",
         )
+    prompts = [_plain(each) for each in given]
+    if prompts and all(isinstance(each, int) and not isinstance(each, bool) for each in prompts):
+        return [prompts]
+    return prompts
+
+
+def as_params(given: Any, num_prompts: int, settings: Mapping[str, Any]) -> list[SamplingParams]:
+    """Return parameters for each prompt: one for all, or theirs; made of `settings` where only these are given.
+
+    Raises `UsageError` for both, for a setting that there is not, and for anything but a `SamplingParams` or a mapping.
+    """
+    if settings:
+        check_names(settings, [item.name for item in fields(SamplingParams)], "of generate")
+        if given is not None:
+            raise UsageError(
+                f"generate with params and {', '.join(settings)}",
+                found="both say how tokens are chosen",
+                remedy="write all of it into SamplingParams(…)",
+            )
+        return [SamplingParams(**settings)] * num_prompts
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return [params_of(each) for each in given]
+    return [params_of(given)] * num_prompts
+
+
+def params_of(given: Any) -> SamplingParams:
+    """Return the parameters of one request; None stands for the defaults, a mapping for its fields."""
+    return SamplingParams() if given is None else made_of(SamplingParams, given, "params")
+
+
+def _plain(given: Any) -> Any:
+    """Return the numbers of a tensor or an array, and anything else as it is."""
+    return given.tolist() if hasattr(given, "tolist") and hasattr(given, "shape") else given
 
 
 def encode_prompts(

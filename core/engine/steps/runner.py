@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from core.common.given import check_types, made_of, tuples
 from core.compilation.options import CompileOptions, Deterministic
 from core.engine.config import KV_CACHE_DTYPES, Phase, Sampling
 from core.errors import UsageError
@@ -26,6 +27,10 @@ enough that generating sequences do not wait long."""
 OF_THE_ENGINE = ("guards", "outputs", "bound", "reset", "relocate", "examples", "shared", "progress", "deterministic")
 """Options of a compile that describe the engine's own phases; how these are compiled, the user says by the others."""
 _LEAST = {"max_num_seqs": 1, "block_size": 1, "max_model_len": 2, "speculative": 0, "max_loras": 0, "max_lora_rank": 1}
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("prefix_caching", "sleep_mode"), (bool,)),
+    "run_ahead": (bool, type(None)),
+}
 _COSTLY = ("compile",)
 """Modes in which each bucket costs a compile of its own; elsewhere a bucket is a capture, some tens of milliseconds."""
 
@@ -86,12 +91,15 @@ class EngineConfig:
     #: "batch": a sequence's logits are the same in every bit whatever else is in a batch and however its prompt is cut
     #: into chunks, so that its tokens are the same too (docs/batch-invariance.md). Checked when the engine is made.
     deterministic: Deterministic | None = None
-    #: How the model is compiled, except for what the engine states itself (`OF_THE_ENGINE`). Without a mode, prefill
-    #: takes "piecewise" where the device has it and reads lengths on the host; without `cache`, finished graphs are
-    #: kept. Verification runs on the sequences of the engine's own check.
+    #: How the model is compiled, except for what the engine states itself (`OF_THE_ENGINE`); a mapping becomes a
+    #: `CompileOptions`. Without a mode, prefill takes "piecewise" where the device has it and reads lengths on the
+    #: host; without `cache`, finished graphs are kept. Verification runs on the sequences of the engine's own check.
     options: CompileOptions = field(default_factory=CompileOptions)
 
     def __post_init__(self) -> None:
+        tuples(self, "decode_buckets", "prefill_buckets", "sampling")
+        check_types(self, _KINDS)
+        object.__setattr__(self, "options", made_of(CompileOptions, self.options, "options"))
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not (_is_size(value, least) or (name == "max_model_len" and value is None)):
@@ -149,8 +157,6 @@ class EngineConfig:
             raise _refusal("memory_fraction", share, f"cache_tokens={tokens} says already how large the cache is")
 
     def _check_options(self) -> None:
-        if not isinstance(self.options, CompileOptions):
-            raise _refusal("options", self.options, "how the model is compiled is a core.CompileOptions")
         mode, own = self.options.mode, [name for name in self.options.stated if name in OF_THE_ENGINE]
         if isinstance(mode, Mapping) and not mode.keys() <= set(get_args(Phase)):
             raise _refusal("options.mode", dict(mode), f"the phases are {', '.join(map(repr, get_args(Phase)))}")

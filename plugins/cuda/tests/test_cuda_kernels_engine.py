@@ -30,6 +30,7 @@ from core.host.selection import select_device
 from core.quantization.quantize import quantize
 from tests.engine.lora.folders import ATTENTION, MLP, make_layers, merged, save_adapter
 from tests.recording import acme
+from tests.support import needs_states_in_caches
 
 PROMPTS = ([3, 4, 5, 6, 7], [20, 21, 22])
 CONFIG = EngineConfig(
@@ -113,6 +114,27 @@ def test_shared_experts_run_beside_the_others_on_request(kernel_device: torch.de
     with Engine(loaded, device, replace(CONFIG, options=asked)) as engine:
         for trace in engine.report().traces:
             assert {report.name: report.matched for report in trace.passes}["overlap_shared_experts"] == LAYERS
+        result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
+    assert result.passed and result.verdict is not None and result.verdict.passed
+
+
+@pytest.mark.parametrize("scheme", ["", "w8a16"])
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
+def test_experts_without_a_gate_run_on_the_kernels(scheme: str, kernel_device: torch.device) -> None:
+    """Nemotron-H's, between latent projections."""
+    needs_states_in_caches()
+    device = device_of(kernel_device)
+    config = tiny_config("nemotron_h", moe_latent_size=32)
+    loaded = build_model(config, torch_device=device.torch_device, dtype=torch.bfloat16)
+    if scheme:
+        quantize(loaded.model, scheme)
+    op, number = ("core::quantized_grouped_linear", 2) if scheme else ("core::grouped_mlp", 1)
+    with Engine(loaded, device, CONFIG) as engine:
+        for trace in engine.report().traces:
+            chosen = Counter(choice.op for choice in trace.ops if choice.implementation[:5] == "cuda_")
+            passes = {report.name: report.matched for report in trace.passes}
+            assert chosen[op] == number, trace.phase
+            assert (passes["lift_grouped_mlp"], passes["sum_expert_rows"]) == ((0, 1) if scheme else (1, 0))
         result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
     assert result.passed and result.verdict is not None and result.verdict.passed
 

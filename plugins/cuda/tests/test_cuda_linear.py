@@ -15,14 +15,22 @@ from core.common.ops.declaration import CanonicalOp
 from core.common.ops.implementation import OpCall
 from core.common.ops.linear.gated import GATED_LINEAR, LINEAR
 from core.common.ops.mlp.activation import ACTIVATIONS
-from tests.kernel_cases import CPU, check, moved, randn
+from tests.kernel_cases import CPU, OpsSeen, check, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")
 
 from core_cuda import tuned
 from core_cuda.ops import launching
 from core_cuda.ops.activation import Gate
-from core_cuda.ops.linear.products import gated_linear, gated_linear_other, linear, linear_other, other_timed, why_not
+from core_cuda.ops.linear.products import (
+    _by_library,
+    gated_linear,
+    gated_linear_other,
+    linear,
+    linear_other,
+    other_timed,
+    why_not,
+)
 from core_cuda.ops.linear.skinny import skinny_linear
 from core_cuda.ops.linear.skinny_configs import SkinnyConfig, candidates, default_config, is_hopper, timed
 from core_cuda.ops.workspace import counters
@@ -133,6 +141,14 @@ def test_only_rows_at_aligned_addresses_are_fetched_early(monkeypatch: pytest.Mo
         for fetch in (True, False):
             skinny_linear(x, weight, config=SkinnyConfig("tile", 64, 64, 4, 2, fetch=fetch))
     assert fetched == [True, False, True, False, False, False]
+
+
+def test_many_rows_whose_strides_torch_sees_apart_are_one_product() -> None:
+    call = operands(200, 32, 64, torch.bfloat16)
+    call["x"] = call["x"][None].transpose(0, 1)  # (200, 1, 64): torch alone multiplies each row by a copy of the weight
+    with OpsSeen() as seen:
+        out = _by_library(**call)
+    assert out.shape == (200, 1, 32) and "aten.bmm.default" not in seen.names
 
 
 def test_many_rows_and_other_dtypes_are_for_cublas(

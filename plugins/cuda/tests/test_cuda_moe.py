@@ -143,24 +143,27 @@ def by(config: GroupedConfig | None) -> Any:
             return grouped_mlp(x, weights, indices, gate_up, down, **options)
         if options.pop("transposed", False):
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        experts = Experts(gate_up, down, options.pop("gate_up_bias", None), options.pop("down_bias", None))
+        biases = (options.pop(name, None) for name in ("gate_up_bias", "down_bias"))
+        experts = Experts(gate_up, down, *biases, gated=options.pop("gated", True))
         return run_grouped_mlp(x, weights, indices, experts, Gate(**options), config=config)
 
     return computed
 
 
 def mixture(
-    tokens: int, experts: int = 6, top_k: int = 2, hidden: int = 48, inner: int = 40, dtype: torch.dtype = HALF[0]
-) -> Call:
-    """Return a call in which every token chooses different experts."""
+    tokens: int, experts: int = 6, top_k: int = 2, hidden: int = 48, inner: int = 40, dtype: torch.dtype = HALF[0],
+    *, gated: bool = True,
+) -> Call:  # fmt: skip
+    """Return a call in which every token chooses different experts; without a gate they are Nemotron-H's."""
+    parts, activation = (2, {"kind": "silu"}) if gated else (1, {"kind": "relu2", "gated": False})
     chosen = randn(tokens, experts, seed=1).argsort(-1)[:, :top_k]
     return {
         "x": randn(tokens, hidden, dtype=dtype, seed=2),
         "weights": randn(tokens, top_k, dtype=dtype, seed=3).sigmoid(),
         "indices": chosen,
-        "gate_up": randn(experts, 2 * inner, hidden, dtype=dtype, seed=4, scale=0.3),
+        "gate_up": randn(experts, parts * inner, hidden, dtype=dtype, seed=4, scale=0.3),
         "down": randn(experts, hidden, inner, dtype=dtype, seed=5, scale=0.3),
-        "kind": "silu",
+        **activation,
     }
 
 
@@ -189,7 +192,7 @@ def test_experts_agree_with_the_reference_on_its_samples(
 ) -> None:
     samples = {s.name: s.kwargs for s in GROUPED_MLP.samples(dtype, CPU)}
     if config == "default":  # small programs, of which the interpreter takes too many
-        samples = {name: samples[name] for name in ("gpt-oss", "no tokens", "one token", "experts elsewhere")}
+        samples = {name: samples[name] for name in ("gpt-oss", "no tokens", "one token", "nemotron-h")}
     # One token's result of 16 elements is too small to be judged alone.
     check(GROUPED_MLP, by(CONFIGS.get(config)), [*samples.values(), mixture(1, dtype=dtype)], kernel_device)
 
@@ -209,6 +212,8 @@ def test_layouts_sizes_and_gates(config: str, kernel_device: torch.device) -> No
         {**call, "x": randn(48, 5, dtype=HALF[0], seed=2).t(), "indices": call["indices"].t().contiguous().t()},
         {**mixture(4, hidden=17, inner=19, top_k=3), "kind": "gelu"},
         columns_first(mixture(3, hidden=65, inner=33, top_k=1)),
+        {**mixture(4, hidden=17, inner=19, top_k=3, gated=False), "gate_up_bias": biases["gate_up_bias"][:, :19]},
+        {**columns_first(mixture(5, gated=False)), "kind": "gelu_new", "down_bias": biases["down_bias"]},
     ]
     for each in calls:
         assert refused(GROUPED_MLP, grouped_mlp_condition, each) is None
@@ -233,7 +238,8 @@ def test_uneven_loads(config: str, kernel_device: torch.device) -> None:
 
 @pytest.mark.parametrize(("tokens", "config"), [(2, ROW), (10, WIDE)], ids=["row", "tile"])
 def test_many_experts_of_many(tokens: int, config: GroupedConfig, kernel_device: torch.device) -> None:
-    check(GROUPED_MLP, by(config), [mixture(tokens, experts=128, top_k=8, hidden=32, inner=16)], kernel_device)
+    calls = [mixture(tokens, experts=128, top_k=8, hidden=32, inner=16, gated=gated) for gated in (True, False)]
+    check(GROUPED_MLP, by(config), calls, kernel_device)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -265,25 +271,27 @@ def test_sorting(kernel_device: torch.device) -> None:
     assert (tiles[len(expected) :, 0] == -1).all() and len(expected) < num_tiles
 
 
-def test_every_configuration_gives_the_same(kernel_device: torch.device) -> None:
-    call = mixture(16, experts=4, hidden=96, inner=80)
-    configs = list(candidates(GroupedShape(tokens=16, top_k=2, experts=4, hidden=96, inner=80)))
+@pytest.mark.parametrize("gated", [True, False], ids=["gate", "no gate"])
+def test_every_configuration_gives_the_same(gated: bool, kernel_device: torch.device) -> None:
+    call = mixture(16, experts=4, hidden=96, inner=80, gated=gated)
+    configs = list(candidates(GroupedShape(tokens=16, top_k=2, experts=4, hidden=96, inner=80, gated=gated)))
     assert len(configs) == len(set(configs)) > 10
     for config in configs if kernel_device.type == "cuda" else configs[1::7]:
         check(GROUPED_MLP, by(config), [call], kernel_device)
 
 
+@pytest.mark.parametrize("gated", [True, False], ids=["gate", "no gate"])
 @pytest.mark.parametrize("columns", [False, True])
-def test_configurations_fit_and_suit_the_number_of_pairs(columns: bool) -> None:
+def test_configurations_fit_and_suit_the_number_of_pairs(columns: bool, gated: bool) -> None:
     found = []
     for tokens in (1, 8, 64, 128, 1024, 4096):
         sizes = {"experts": 128, "hidden": 2048, "inner": 768, "up_columns": columns, "down_columns": columns}
-        shape = GroupedShape(tokens=tokens, top_k=8, **sizes)
+        shape = GroupedShape(tokens=tokens, top_k=8, gated=gated, **sizes)
         default = default_config(shape)
         assert default == next(candidates(shape))
         found.append((default.kernel, default.block_m))
         for config in candidates(shape):
-            for tile, matrices in ((config.up, 2), (config.down, 1)):
+            for tile, matrices in ((config.up, 1 + gated), (config.down, 1)):
                 stage = 2 * (config.block_m + matrices * tile.block_n) * tile.block_k
                 assert config.kernel == "row" or stage * tile.num_stages <= 227 * 1024, config
     assert found == [("row", 1), ("row", 1), ("tile", 16), ("tile", 16), ("tile", 128), ("tile", 128)]

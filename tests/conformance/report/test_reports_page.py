@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -16,6 +18,7 @@ from core_conformance.outcome import STATUSES, Measurement, Outcome
 from core_conformance.report.html import to_badge, to_badge_json, to_html
 from core_conformance.report.ratios import HEADS, RatioCell, RatioRow, ratio_rows
 from core_conformance.report.report import Report
+from tests import browser
 from tests.conformance.report.reports_support import ENVIRONMENT, EVERY_STATUS, PLUGIN, large, passing, report
 
 HOSTILE = '</pre></title><script>alert(1)</script>" onclick="x \x1b[31mred\x07 \ud800 \x00'
@@ -199,3 +202,17 @@ def test_shields_io_is_told_the_same() -> None:
     }
     assert [each["color"] for each in said[1:]] == ["yellow", "red"]
     assert "\x1b" not in json.loads(to_badge_json(hostile()))["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which(browser.BROWSER) is None, reason=f"needs {browser.BROWSER}")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_browser_cuts_a_column_and_an_opened_case_says_what_it_shows(width: int, tmp_path: Path) -> None:
+    made = large(8, 24)
+    made = replace(made, cases={outcome.id: "what it shows" for outcome in made.outcomes})
+    opened = """
+    for (const box of document.querySelectorAll("details")) box.open = true;
+    return {shown: [...document.querySelectorAll(".case > summary > :nth-child(3)")].every(each => each.offsetWidth)};
+    """
+    found = browser.measured(to_html(made), width, opened, tmp_path)
+    assert found == {"width": width, "overflow": 0, "cut": [], "shown": True}

@@ -30,6 +30,14 @@ def make_moe() -> Any:
     return build_model(transformers.Qwen3MoeConfig(**MOE), torch_device=torch.device("cpu")).model
 
 
+def make_nemotron() -> Any:
+    """Return a tiny Nemotron-H, whose experts have no gate, and whose files have other names than the model."""
+    from core.engine.models.loading import build_model
+    from core.engine.models.tiny import tiny_config
+
+    return build_model(tiny_config("nemotron_h", moe_latent_size=32), torch_device=torch.device("cpu")).model
+
+
 def quantized_folder(path: Path, scheme: str, make: Callable[[], Any] = make_llama, **options: Any) -> Path:
     return save(core.quantize(make(), scheme, calibration=[IDS], **options), path)
 

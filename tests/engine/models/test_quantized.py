@@ -23,11 +23,21 @@ from core.common.ops.linear.weight_only import unpack
 from core.engine.inspect.attention import inspect
 from core.engine.inspect.cache_codes import layer_scales
 from core.errors import ModelError, UsageError
+from core.quantization.experts import QuantizedExperts
 from core.quantization.layers import QuantizedLinear, WeightOnlyLinear
 from core.quantization.report import report_of
 from core.quantization.save import save
+from core.quantization.targets import is_experts
 from tests.engine.models.folders import IDS, load, logits_of, make_llama
-from tests.engine.models.quantized_folders import STATIC, Q, edit, edit_config, make_moe, quantized_folder
+from tests.engine.models.quantized_folders import (
+    STATIC,
+    Q,
+    edit,
+    edit_config,
+    make_moe,
+    make_nemotron,
+    quantized_folder,
+)
 
 SCHEMES = (
     *("fp8", "fp8-static", "int8", "int8-static", "int8-asymmetric", "int8-static-asymmetric"),
@@ -35,7 +45,7 @@ SCHEMES = (
 )
 
 
-@pytest.mark.parametrize("make", [make_llama, make_moe])
+@pytest.mark.parametrize("make", [make_llama, make_moe, make_nemotron])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_is_saved_is_loaded_bit_by_bit(scheme: str, make: Callable[[], Any], tmp_path: Path) -> None:
     model = core.quantize(make(), scheme, calibration=[IDS])
@@ -221,6 +231,33 @@ def test_experts_get_one_static_scale_that_reaches_all(tmp_path: Path) -> None:
     edit(folder, lambda tensors: tensors.update({f"{name}.2.up_proj.input_scale": torch.tensor([9.0])}))
     experts: Any = load(folder).model.get_submodule(name)
     assert experts.input_scale.item() == 9.0 and experts.hidden_scale.item() < 9.0
+
+
+def test_experts_without_a_gate_are_stored_as_two_layers_each(tmp_path: Path) -> None:
+    model = make_nemotron()
+    path = "model.layers.1.mixer.experts"
+    exact, rows = model.get_submodule(path), torch.randn(9, 32, generator=torch.Generator().manual_seed(2))
+    choice = torch.arange(18).view(9, 2) % 4, torch.linspace(0.1, 1.0, 18).view(9, 2)
+    with torch.no_grad():
+        wanted = exact(rows, *choice)
+        tensors = load_file(save(core.quantize(model, "w8a16"), tmp_path) / "model.safetensors")
+        experts = model.get_submodule(path)
+        off = float((experts(rows, *choice) - wanted).norm() / wanted.norm())
+    assert type(experts) is QuantizedExperts and 1e-4 < off < 0.02
+    assert [tuple(each.shape) for each in experts.values()] == [(4, 32, 32), (4, 32, 32)]
+    stored = {name.split(".")[-2] for name in tensors if f"{path.replace('model', 'backbone', 1)}.3." in name}
+    assert stored == {"up_proj", "down_proj"}
+
+
+def test_experts_that_are_no_plain_mlps_are_refused() -> None:
+    for changed in ("has_post_expert_norm", "is_transposed"):
+        model = make_nemotron()
+        setattr(model.get_submodule("model.layers.1.mixer.experts"), changed, True)
+        with pytest.raises(UsageError, match=r"(?s)layers\.1\.mixer\.experts.*there is no quantised form of that"):
+            core.quantize(model, "int8")
+    # An up projection beside a gate of its own: the module does not say that there is none.
+    del model.get_submodule("model.layers.1.mixer.experts").has_gate
+    assert not is_experts(model.get_submodule("model.layers.1.mixer.experts"))
 
 
 def test_experts_may_be_left_as_they_are(tmp_path: Path) -> None:

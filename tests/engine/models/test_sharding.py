@@ -179,6 +179,25 @@ def test_what_is_left_in_rows_of_experts_elsewhere_adds_nothing(
     assert torch.isfinite(found[1]).all() and not found[1][2].any() and found[1][1].any()
 
 
+def test_experts_without_a_gate_are_cut_in_one_block_and_by_number() -> None:
+    layer = "model.layers.1.mixer.experts"
+    for planless in (False, True):
+        model = tiny("nemotron_h")
+        model.tp_plan = {} if planless else model.tp_plan  # what core adds where transformers has no plan
+        by_width = cut_parameters(model, planned(model, 2).plan, 2)
+        assert {name: by_width[f"{layer}.{name}"] for name in ("up_proj", "down_proj")} == {
+            "up_proj": Cut(dim=1),
+            "down_proj": Cut(dim=2),
+        }
+        by_number = cut_parameters(model, planned(model, 2, "number").plan, 2)
+        assert {by_number[f"{layer}.{name}"] for name in ("up_proj", "down_proj")} == {Cut(dim=0)}
+    model = tiny("nemotron_h", moe_intermediate_size=33)
+    assert planned(model, 2).plan["model.layers.*.mixer.experts"] == "ep_dispatch_experts"
+    model.get_submodule(layer).gate_proj = torch.nn.Parameter(torch.zeros(4, 33, 64))
+    model.tp_plan = {}
+    assert not any("experts" in line for line in planned(model, 2).plan), "not laid out as core knows it"
+
+
 def test_a_number_of_experts_that_processes_do_not_divide_is_refused() -> None:
     model = tiny("qwen3_moe")
     count = model.model.layers[0].mlp.experts.num_experts + 1
@@ -254,6 +273,16 @@ def test_experts_that_are_elsewhere_are_added_by_others(size: int, dtype: str) -
     for found in launch("tests.engine.models.plan_worker", json.dumps({**asked, "experts": "number"}), size=size):
         assert {name: each for name, each in found.items() if not each.get("passed")} == {}
         assert max(each["share"] for each in found.values()) < 1.2 / size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["width", "number"])
+def test_experts_without_a_gate_in_parts_give_the_logits_of_the_whole(experts: str) -> None:
+    changes = {"num_experts_per_tok": 4}  # all: of two that are nearly equal, rounding would choose another one
+    asked = {"models": ["nemotron_h"], "dtypes": ["float32", "bfloat16"], "changes": changes, "experts": experts}
+    for found in launch("tests.engine.models.plan_worker", json.dumps(asked), size=2):
+        assert {name: each for name, each in found.items() if not each.get("passed")} == {}
+        assert all(each["share"] < 0.9 for each in found.values()), "state spaces stay whole"
 
 
 @pytest.mark.slow

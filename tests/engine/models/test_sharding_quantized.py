@@ -126,3 +126,11 @@ def test_quantised_models_in_parts_give_the_logits_of_the_whole(size: int, exper
         assert {name: each for name, each in found.items() if not each["passed"] or each["differ"]} == {}
         assert max(each["share"] for each in found.values()) < 1.2 / size
         assert all(each["layers"] >= 8 for each in found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["width", "number"])
+def test_quantised_experts_without_a_gate_in_parts_give_the_logits_of_the_whole(experts: str) -> None:
+    asked = {"models": ["nemotron_h"], "schemes": ["fp8", "int8-static", "w4a16-g16"], "dtypes": ["float32"]}
+    for found in launch("tests.engine.models.quantized_worker", json.dumps({**asked, "experts": experts}), size=2):
+        assert {name: each for name, each in found.items() if not each["passed"] or each["differ"]} == {}

@@ -30,6 +30,7 @@ from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sequence import Sequence
 from core.engine.steps.step import Step
 from core.host.selection import select_device
+from tests.kernel_cases import OpsSeen
 from tests.recording import acme
 from tests.support import needs_states_in_caches
 
@@ -227,3 +228,12 @@ def test_a_transformers_without_the_methods_is_the_reason(monkeypatch: pytest.Mo
     with pytest.raises(NotPageable, match=r"hands out by no method; 5\.\d+ does"):
         inspect_recurrence(tiny("mamba2"))
     assert inspect_recurrence(tiny("llama")) is NONE
+
+
+def test_tokens_as_a_batch_are_multiplied_in_one_product() -> None:
+    layer = torch.nn.Linear(8, 4)
+    tokens = torch.randn(1, 200, 8)
+    with OpsSeen() as seen, torch.no_grad():
+        out = layer(recurrent._as_batch(tokens))
+    assert "aten.bmm.default" not in seen.names  # by a transposition, each token takes a copy of the weight
+    assert torch.equal(recurrent._as_tokens(out), layer(tokens))

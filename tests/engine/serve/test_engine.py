@@ -200,8 +200,8 @@ def test_a_closed_engine_takes_no_request() -> None:
 
 
 def test_requests_and_ids_of_another_kind_are_refused(engine: Engine) -> None:
-    with pytest.raises(UsageError, match="pass a SamplingParams"):
-        engine.add_request([5, 6, 7], {"max_new_tokens": 3})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"neither a core\.SamplingParams nor a mapping"):
+        engine.add_request([5, 6, 7], 3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="pass an id that add_request returned"):
         engine.abort("first")  # type: ignore[arg-type]
 

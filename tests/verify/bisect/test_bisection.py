@@ -135,7 +135,7 @@ def test_what_could_not_be_judged_is_said() -> None:
     assert by_name["put"].outcome == "ok"
     assert by_name["again"].outcome == "unjudged" and "no kernel for fp64" in by_name["again"].note
     assert by_name["idle"].outcome == "skipped" and "matched nothing" in by_name["idle"].note
-    assert "world size 1 is outside 8.." in by_name["guarded"].note
+    assert "it is for 8 or more processes, and this graph is for 1" in by_name["guarded"].note
     assert by_name["program"].outcome == "skipped" and "no function" in by_name["program"].note
     assert "1 steps could not be judged in full" in found.headline()
 

@@ -141,12 +141,15 @@ def _routers(model: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 
 class Experts(nn.Module):
-    """A mixture: a router, and experts over tokens sorted by expert, through two grouped products and a gate."""
+    """A mixture: a router, and experts over tokens sorted by expert, through two grouped products and an activation.
 
-    def __init__(self, num_experts: int = 5, inner: int = 24) -> None:
+    gated: with a gate by SiLU (Mixtral), else with the square of ReLU (Nemotron-H).
+    """
+
+    def __init__(self, num_experts: int = 5, inner: int = 24, *, gated: bool = True) -> None:
         super().__init__()
-        self.router, self.num_experts = Router(num_experts), num_experts
-        self.up = nn.Parameter(torch.randn(num_experts, 2 * inner, SIZE) * 0.2)
+        self.router, self.num_experts, self.gated = Router(num_experts), num_experts, gated
+        self.up = nn.Parameter(torch.randn(num_experts, 2 * inner if gated else inner, SIZE) * 0.2)
         self.down = nn.Parameter(torch.randn(num_experts, SIZE, inner) * 0.2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,8 +158,10 @@ class Experts(nn.Module):
         rows, row_weights = x[order // 2], weights.reshape(-1)[order]
         counts = torch.histc(experts.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
         ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
-        gate, up = grouped_product(rows, self.up.transpose(-2, -1), ends).chunk(2, dim=-1)
-        rows = grouped_product(F.silu(gate) * up, self.down.transpose(-2, -1), ends)
+        hidden = grouped_product(rows, self.up.transpose(-2, -1), ends)
+        gate, up = hidden.chunk(2, dim=-1)
+        hidden = F.silu(gate) * up if self.gated else torch.square(F.relu(hidden))
+        rows = grouped_product(hidden, self.down.transpose(-2, -1), ends)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.size(0), device=rows.device)
         rows = (rows * row_weights.unsqueeze(-1))[inverse]
@@ -175,7 +180,8 @@ def _experts() -> Built:
     # Declares the product for other dtypes than bf16, where it is installed.
     with suppress(ImportError):
         import_module("transformers.integrations.moe")
-    return Experts(), {"x": rows(19)}
+    kinds = {"gated": Experts(), "plain": Experts(gated=False)}
+    return Parts(lambda model, x: (model.gated(x), model.plain(x)), **kinds), {"x": rows(19)}
 
 
 def _merged(model: Any, x: Tensor) -> tuple[Tensor, ...]:

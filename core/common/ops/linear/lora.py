@@ -76,7 +76,7 @@ def taken_slots(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def drawn_slots(draw: Draw, num_rows: int, num_slots: int) -> Tensor:
     """Return slots of rows, in no order, some without an adapter; int64 (num_rows,)."""
-    return (draw(num_rows, dtype=torch.float64, scale=2.0).abs() * 31).to(torch.int64) % (num_slots + 1)
+    return (draw.magnitudes(num_rows, dtype=torch.float64, scale=2.0) * 31).to(torch.int64) % (num_slots + 1)
 
 
 def lora_call(

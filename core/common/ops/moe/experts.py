@@ -1,4 +1,4 @@
-"""`core::grouped_mlp`: the gated MLPs of a mixture of experts, weighted and summed for each token.
+"""`core::grouped_mlp`: the MLPs of a mixture of experts, with a gate or without, weighted and summed for each token.
 
 Shapes: T tokens, E experts, k experts per token, D hidden size, I intermediate size of one expert.
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.common.ops.arguments import Draw, check, check_floating, check_ranks, check_shape
 from core.common.ops.declaration import CanonicalOp, declare
-from core.common.ops.mlp.activation import GPT_OSS, check_gate, gated_activation_fused
+from core.common.ops.mlp.activation import ACTIVATIONS, GPT_OSS, check_gate, gated_activation_fused
 
 
 def grouped_mlp(
@@ -31,22 +31,30 @@ def grouped_mlp(
     down_bias: Tensor | None = None,
     **gate: Any,
 ) -> Tensor:
-    """Return (T, D) in x's dtype: for each token the weighted sum of the gated MLPs of its k experts.
+    """Return (T, D) in x's dtype: for each token the weighted sum of the MLPs of its k experts.
 
     x (T, D); weights and indices (T, k) as `moe_route` gives them; gate_up (E, 2 * I, D) and down (E, D, I) as
     nn.Linear stores them, or transposed (E, D, 2 * I) and (E, I, D); gate_up_bias (E, 2 * I), down_bias (E, D). gate:
-    kind, interleaved, limit and up_offset, as in `core::gated_activation_fused`. An index outside 0 to E - 1 adds
-    nothing, as for experts of another rank. Each expert's MLP is computed and rounded in x's dtype, weighted in the
-    promotion of that with weights, and summed over k there.
+    kind, interleaved, limit and up_offset, as in `core::gated_activation_fused`, and gated: if False, the kind
+    activates all that gate_up gives, which is I wide then, as in Nemotron-H. An index outside 0 to E - 1 adds nothing,
+    as for experts of another rank. Each expert's MLP is computed and rounded in x's dtype, weighted in the promotion of
+    that with weights, and summed over k there.
     """
     matrices = (gate_up, down) if transposed else (gate_up.transpose(1, 2), down.transpose(1, 2))
 
     def mlp(rows: Tensor, project: _Project) -> Tensor:
-        hidden = gated_activation_fused(project(rows, matrices[0], gate_up_bias), **gate)
-        return project(hidden, matrices[1], down_bias)
+        return project(activated(project(rows, matrices[0], gate_up_bias), **gate), matrices[1], down_bias)
 
     compute = _sorted_by_expert if can_group(x, *matrices) else _every_expert
     return (compute(x, indices, gate_up.shape[0], mlp) * weights[..., None]).sum(1).to(x.dtype)
+
+
+def activated(hidden: Tensor, *, gated: bool = True, kind: str, **gate: Any) -> Tensor:
+    """Return what an expert's second product multiplies, (..., I), from what its first one gives.
+
+    hidden: (..., 2 * I) if gated, else (..., I). The options are those of `grouped_mlp`.
+    """
+    return gated_activation_fused(hidden, kind=kind, **gate) if gated else ACTIVATIONS[kind](hidden)
 
 
 _Project = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -132,15 +140,19 @@ def _check(
     down: Tensor,
     *,
     kind: str,
+    gated: bool = True,
     transposed: bool = False,
+    interleaved: bool = False,
     limit: float = 0.0,
+    up_offset: float = 0.0,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    **_: Any,
 ) -> None:
     op = "grouped_mlp"
     check_floating(op, x=x, weights=weights)
     check_gate(op, kind, limit)
+    plain = not (interleaved or limit or up_offset)
+    check(gated or plain, op, "interleaved, limit and up_offset are of a gate, and gated is False")
     check_ranks(op, 2, x=x, indices=indices)
     check_ranks(op, 3, gate_up=gate_up, down=down)
     check(
@@ -152,15 +164,16 @@ def _check(
     check(whole, op, f"indices must be torch.int32 or torch.int64, not {indices.dtype}")
     experts, size = gate_up.shape[0], x.shape[1]
     inner = down.shape[1 if transposed else 2]
-    shapes = ((experts, size, 2 * inner), (experts, inner, size))
+    width = 2 * inner if gated else inner
+    shapes = ((experts, size, width), (experts, inner, size))
     expected = shapes if transposed else tuple((e, b, a) for e, a, b in shapes)
     check(
         (tuple(gate_up.shape), tuple(down.shape)) == expected,
         op,
         f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} must be {expected[0]} and {expected[1]} "
-        f"for transposed={transposed}",
+        f"for gated={gated} and transposed={transposed}",
     )
-    check_shape(op, (experts, 2 * inner), gate_up_bias=gate_up_bias)
+    check_shape(op, (experts, width), gate_up_bias=gate_up_bias)
     check_shape(op, (experts, size), down_bias=down_bias)
 
 
@@ -168,7 +181,8 @@ def _experts(draw: Draw, num_tokens: int, inner: int = 24, **options: Any) -> di
     """Return one call with 5 experts, of which the last two get no token."""
     shape, experts = (num_tokens, 2), 5
     indices = draw(num_tokens, 3, dtype=torch.float64).argsort(-1)[:, :2]
-    gate_up, down = draw(experts, 2 * inner, 16, scale=0.3), draw(experts, 16, inner, scale=0.3)
+    width = 2 * inner if options.get("gated", True) else inner
+    gate_up, down = draw(experts, width, 16, scale=0.3), draw(experts, 16, inner, scale=0.3)
     if options.get("transposed"):
         gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
     call = {"x": draw(num_tokens, 16), "weights": draw(*shape).sigmoid(), "indices": indices}
@@ -176,8 +190,10 @@ def _experts(draw: Draw, num_tokens: int, inner: int = 24, **options: Any) -> di
 
 
 def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
-    """Return both storage orders, biases, gates, wide weights, odd sizes, experts without tokens and the reverse."""
+    """Return both storage orders, biases, gates and none, wide weights, odd sizes, experts without tokens and the
+    reverse."""
     biases = {"gate_up_bias": draw(5, 48), "down_bias": draw(5, 16)}
+    ungated: dict[str, Any] = {"gated": False, "kind": "relu2"}
     forms: dict[str, dict[str, Any]] = {
         "qwen3": {},
         "wide weights": {"weights": draw(9, 2, dtype=draw.wide).sigmoid()},
@@ -186,9 +202,13 @@ def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
         "int32 indices": {"indices": draw(9, 5, dtype=torch.float64).argsort(-1)[:, :2].int()},
         "experts elsewhere": {"indices": draw(9, 9, dtype=torch.float64).argsort(-1)[:, :2] - 2},
         "rows of odd length": {"inner": 13},
+        "nemotron-h": ungated,
+        "no gate, biases": {**ungated, "gate_up_bias": draw(5, 24), "down_bias": draw(5, 16)},
+        "no gate, transposed": {"gated": False, "kind": "silu", "transposed": True, "inner": 13},
     }
     calls = {name: _experts(draw, 9, **options) for name, options in forms.items()}
-    return calls | {"one token": _experts(draw, 1), "no tokens": _experts(draw, 0)}
+    one = {"one token": _experts(draw, 1), "one token, no gate": _experts(draw, 1, **ungated)}
+    return calls | one | {"no tokens": _experts(draw, 0)}
 
 
 def _even_indices(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -201,7 +221,7 @@ def _even_indices(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
 GROUPED_MLP = declare(
     CanonicalOp(
         schema="grouped_mlp(Tensor x, Tensor weights, Tensor indices, Tensor gate_up, Tensor down, *, str kind, "
-        "bool transposed=False, bool interleaved=False, float limit=0.0, float up_offset=0.0, "
+        "bool gated=True, bool transposed=False, bool interleaved=False, float limit=0.0, float up_offset=0.0, "
         "Tensor? gate_up_bias=None, Tensor? down_bias=None) -> Tensor",
         reference=grouped_mlp,
         fake=_fake,

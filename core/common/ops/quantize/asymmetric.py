@@ -33,7 +33,7 @@ def quantize_asymmetric(
     if scale is None or zero_point is None:
         least, most = _bounds(values, granularity)
         used = ((most - least) / (HIGH - LOW)).clamp(min=torch.finfo(torch.float32).tiny)
-        zero = (LOW - least / used).round().clamp(LOW, HIGH)
+        zero = (-least / used + LOW).round().clamp(LOW, HIGH)
     else:
         # The results must be tensors of their own even where the casts change nothing.
         used = scale.to(compute, copy=True, memory_format=torch.contiguous_format)
@@ -93,8 +93,8 @@ def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
         }
         calls[f"{granularity}, given scale"] = calls[granularity] | given
     rows: dict[str, Tensor] = {
-        "all positive": draw(5, 48).abs() + 1.0,
-        "all negative": -draw(5, 48).abs() - 1.0,
+        "all positive": draw.magnitudes(5, 48) + 1.0,
+        "all negative": -draw.magnitudes(5, 48) - 1.0,
         "rows of zeros": torch.cat((draw(3, 48), torch.zeros(3, 48, dtype=draw.dtype, device=draw.device))),
         "no tokens": draw(0, 48),
         "nothing at all": draw(0, 48),

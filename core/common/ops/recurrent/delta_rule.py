@@ -160,7 +160,7 @@ def _arguments(
         "query": draw(rows, heads[0], sizes[0]),
         "key": draw(rows, heads[0], sizes[0]),
         "value": draw(rows, heads[1], sizes[1]),
-        "decay": -draw(*fading, dtype=draw.wide).abs(),
+        "decay": -draw.magnitudes(*fading, dtype=draw.wide),
         "beta": draw(rows, heads[1]).sigmoid(),
         "states": draw(num_states(num_seqs, form), heads[1], *sizes, dtype=draw.wide),
         "scale": sizes[0] ** -0.5,
@@ -188,7 +188,7 @@ def _calls(draw: Draw) -> dict[str, dict[str, Any]]:
     """Return states in every form, decay by head and by feature, shared keys or not, without norm, of one dtype."""
     cut = _call(draw, 4, "slots")
     cut["query"], cut["key"], value = draw(4, 2, 64)[..., :16], draw(4, 2, 64)[..., 16:32], draw(4, 4, 20)
-    slow = {"decay": draw(3, 4, dtype=draw.wide).abs() * -1e-3}
+    slow = {"decay": draw.magnitudes(3, 4, dtype=draw.wide) * -1e-3}
     return {form: _call(draw, 5, form) for form in FORMS} | {
         "decay by feature": _call(draw, 5, "slots", heads=(4, 4), by=3),
         "a key for each value": _call(draw, 3, "slots", heads=(4, 4), sizes=(8, 24)),

@@ -90,7 +90,7 @@ def _feature_calls(draw: Draw) -> dict[str, dict[str, Any]]:
     return {f"by feature, {name}": packed(draw, call, lengths) for name, lengths in LENGTHS.items()} | {
         "by feature": {**call(5, 5, "slots"), **with_slots(draw, 5, "slots")},
         "by feature, states of heads": {**split, **with_slots(draw, 4, "slots")},
-        "by feature, bare steps": {**bare, "dt": draw(3, 1, 12).abs()},
+        "by feature, bare steps": {**bare, "dt": draw.magnitudes(3, 1, 12)},
         "by feature, heads": packed(draw, wide, (4, 18), form="no slots", padding=2),
         "by feature, bounded": _bounded(draw, packed(draw, call, (5, 0, 17), padding=1), every=2),
     }
@@ -102,7 +102,7 @@ def _packed_calls(draw: Draw) -> dict[str, dict[str, Any]]:
     bare = {**packed(draw, call, (9, 20), padding=2), "D": None, "dt_bias": None, "dt_softplus": False}
     return {name: packed(draw, call, lengths) for name, lengths in LENGTHS.items()} | {
         "sequences, padding": packed(draw, call, (2, 5), padding=3),
-        "sequences, bare steps": {**bare, "dt": draw(31, 4, scale=0.3).abs()},
+        "sequences, bare steps": {**bare, "dt": draw.magnitudes(31, 4, scale=0.3)},
         "sequences, one group, no slots": packed(
             draw, partial(call, heads=(3, 1), sizes=(5, 7)), (4, 2), form="no slots"
         ),
@@ -118,7 +118,7 @@ def calls(draw: Draw) -> dict[str, dict[str, Any]]:
     return {form: _call(draw, 5, form) for form in FORMS} | {
         "a group for each head": _call(draw, 3, "slots", heads=(4, 4)),
         "one group": _call(draw, 3, "slots", heads=(6, 1), sizes=(5, 12)),
-        "bare steps": {**_call(draw, 3, "slots"), **bare, "dt": draw(3, 4).abs()},
+        "bare steps": {**_call(draw, 3, "slots"), **bare, "dt": draw.magnitudes(3, 4)},
         "large steps": {**_call(draw, 3, "slots"), "dt": draw(3, 4, scale=30.0)},
         "slices of wider rows": {**cut, "x": draw(4, 4, 24)[..., 8:16]},
         "states of the dtype of x": {**_call(draw, 3, "slots"), "states": draw(8, 4, 8, 16)},

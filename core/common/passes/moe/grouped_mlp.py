@@ -1,7 +1,8 @@
 """Lift a mixture's experts, sorted tokens through two grouped products and a gate, to `core::grouped_mlp`.
 
 The matcher starts at the first product of a pair and reads back to tokens, weights of the routing and indices, on
-through gate, second product, weighting and the way back to token order.
+through gate, second product, weighting and the way back to token order. Experts without a gate have an activation
+there instead.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import fx
 from core.common.ops.canonical import GATED_ACTIVATION_FUSED, GROUPED_MLP
 from core.common.passes import NearMiss, Pass, PassContext, Refused, Site, near_miss, view
 from core.common.passes.mlp import gated_activation
+from core.common.passes.mlp.activation_forms import read_activation
 from core.common.passes.moe.grouped_mlp_order import Order, is_cleared, other_form, read_order, read_sum
 
 # transformers wraps the product in its own op if torch has none.
@@ -81,7 +83,7 @@ def _site(context: PassContext, node: fx.Node) -> Site:
     order = read_order(rows, view.operand(node, 2, "offs"), num_experts, positions)
     first = _product(node, order, positions)
     gated, second = _next_product(first)
-    gate = _gate(context, gated, first.end)
+    gate, gate_nodes = _activation(gated, first.end) or _gate(context, gated, first.end)
     following = _product(second, order, positions)
     if following.transposed != first.transposed:
         raise Refused(second, f"{first.matrices} and {following.matrices} are stored in different orders")
@@ -92,13 +94,13 @@ def _site(context: PassContext, node: fx.Node) -> Site:
         target=GROUPED_MLP.overload,
         args=(order.x, total.weights, order.indices, first.matrices, following.matrices),
         kwargs={
-            **{name: option for name, option in gate.kwargs.items() if name != "gate_first"},
+            **gate,
             "transposed": first.transposed,
             "gate_up_bias": first.bias,
             "down_bias": following.bias,
         },
         interior=tuple(
-            dict.fromkeys([*order.nodes, *nodes, *first.nodes, *gate.nodes, *following.nodes, *total.nodes])
+            dict.fromkeys([*order.nodes, *nodes, *first.nodes, *gate_nodes, *following.nodes, *total.nodes])
         ),
     )
 
@@ -176,16 +178,30 @@ def _next_product(first: _Product) -> tuple[fx.Node, fx.Node]:
     raise Refused(first.node, f"no second product follows {first.node}")
 
 
-def _gate(context: PassContext, gated: fx.Node, whole: fx.Node) -> Site:
+_Gate = tuple[dict[str, Any], tuple[fx.Node, ...]]
+"""The op's options for what stands between the products, and its nodes."""
+
+
+def _activation(between: fx.Node, whole: fx.Node) -> _Gate | None:
+    """Return the activation of all that the first product gives, or None where there is none but perhaps a gate."""
+    found = read_activation(between)
+    if found is None or found.x is not whole:
+        return None
+    if not found.kind:
+        raise Refused(between, found.reason)
+    return {"kind": found.kind, "gated": False}, view.between(between, whole)
+
+
+def _gate(context: PassContext, gated: fx.Node, whole: fx.Node) -> _Gate:
     """Return the gate of the first product's halves, as `lift_gated_activation` finds it."""
     gate = gated_activation.find(context, gated)
     if isinstance(gate, NearMiss):
         raise Refused(gated, gate.reason)
     if gate is None or gate.target is not GATED_ACTIVATION_FUSED.overload or gate.args[0] is not whole:
-        raise Refused(gated, f"{gated} is no gate of the two halves of {whole} that the op knows")
+        raise Refused(gated, f"{gated} is no activation of {whole} that the op knows, and no gate of its two halves")
     if not gate.kwargs["gate_first"]:
         raise Refused(gated, f"{gated} activates the second half of {whole}, and the op the first")
-    return gate
+    return {name: option for name, option in gate.kwargs.items() if name != "gate_first"}, tuple(gate.nodes)
 
 
 def _check_dtypes(node: fx.Node, order: Order, first: _Product, second: _Product, end: fx.Node) -> None:

@@ -105,18 +105,19 @@ def _experts(module: Any) -> Iterator[tuple[str, str]]:
     """Yield the lines for a module of experts, each of which every process holds some columns of."""
     laid_out = (getattr(module, name, None) for name in ("is_transposed", "is_concatenated"))
     held = {name: each for name, each in module.named_parameters(recurse=False) if not name.endswith(CODES_OF)}
-    if None in laid_out or held.keys() - {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}:
+    gated = "gate_up_proj" in held
+    weights = ("gate_up_proj" if gated else "up_proj", "down_proj")
+    if None in laid_out or held.keys() - {*weights, *(f"{name}_bias" for name in weights)}:
         return
-    if not held.keys() >= {"gate_up_proj", "down_proj"} or any(
-        held[n].ndim != 3 for n in ("gate_up_proj", "down_proj")
-    ):
+    if not held.keys() >= {*weights} or any(held[name].ndim != 3 for name in weights):
         return
-    packed = "packed_" if module.is_concatenated else ""  # else gate and up alternate, and each part has whole pairs
+    # Without a gate there is one block; gate and up that alternate are cut into parts of whole pairs.
+    packed = "packed_" if gated and module.is_concatenated else ""
     across, along = ("rowwise", "colwise") if module.is_transposed else ("colwise", "rowwise")
-    yield "gate_up_proj", f"{packed}{across}"
+    yield weights[0], f"{packed}{across}"
     yield "down_proj", along
-    if "gate_up_proj_bias" in held:
-        yield "gate_up_proj_bias", f"{packed}rowwise"
+    if f"{weights[0]}_bias" in held:
+        yield f"{weights[0]}_bias", f"{packed}rowwise"
     if "down_proj_bias" in held:
         yield "down_proj_bias", "on_first"
     yield "", "moe_tp_experts"

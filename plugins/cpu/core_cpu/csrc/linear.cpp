@@ -69,7 +69,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   const int64_t rows = depth == 0 ? 0 : x.numel() / depth;
   const bool widens = rows > MOST_ROWS && !has_fast_product(x.scalar_type());
   if (rows == 0 || weight.stride(1) != 1 || (rows > MOST_ROWS && !widens)) {
-    return at::_ops::linear::call(x, weight, bias).contiguous();
+    return by_torch(x, weight, bias);
   }
   const bool is_wider = x.dim() == 2 && x.stride(1) == 1;  // rows of a wider tensor
   const Tensor in = is_wider ? x : x.contiguous();

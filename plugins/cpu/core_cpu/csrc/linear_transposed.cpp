@@ -2,7 +2,6 @@
 // run of memory each: what a product by `torch.addmm` or `@` reads, seen as a linear layer's weight.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/linear_ops.h>
 
 #include <optional>
 
@@ -45,7 +44,7 @@ bool has_rows(const Tensor& x, const Tensor& weight) {
 // As `core::linear` has it, for calls that the condition in linear.py lets pass.
 Tensor linear_transposed(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   if (!has_rows(x, weight) || x.numel() / weight.size(1) > MOST_ROWS || weight.stride(0) != 1) {
-    return at::_ops::linear::call(x, weight, bias).contiguous();
+    return by_torch(x, weight, bias);
   }
   return multiplied(x, weight, bias);
 }
@@ -55,7 +54,7 @@ Tensor linear_transposed_alike(const Tensor& x, const Tensor& weight, const std:
   TORCH_CHECK(weight.stride(0) == 1,
               "core_cpu::linear_transposed_alike: the columns of weight are not one run of memory each");
   if (!has_rows(x, weight)) {  // zeros and the bias, or nothing at all
-    return at::_ops::linear::call(x, weight, bias).contiguous();
+    return by_torch(x, weight, bias);
   }
   return multiplied(x, weight, bias);
 }

@@ -2,15 +2,26 @@
 #pragma once
 
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/linear_ops.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 
 namespace core_cpu {
 
 // The most rows that a kernel multiplies, as in linear.py: it reads the weight once for each block of them, and torch's
 // product keeps parts of the weight in the cache.
 constexpr int64_t MOST_ROWS = 64;
+
+// torch's product, rows side by side: of strides by which it can't see them so, it multiplies each by a copy of weight.
+inline at::Tensor by_torch(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  at::DimVector sizes(x.sizes());
+  sizes.back() = weight.size(0);
+  const at::Tensor rows = x.dim() > 2 ? x.flatten(0, -2) : x;
+  return at::_ops::linear::call(rows, weight, bias).contiguous().view(sizes);
+}
 
 // Multiplications that are worth another thread.
 constexpr int64_t WORK = 1 << 16;

@@ -19,7 +19,7 @@ from core.common.ops.linear.gated import LINEAR
 from core.compilation import measuring
 from core.compilation.measuring import Measurer
 from core_cpu.linear import MOST_ROWS, linear, linear_transposed, why_not, why_not_transposed, widened
-from tests.kernel_cases import CPU, DTYPES, check, randn
+from tests.kernel_cases import CPU, DTYPES, OpsSeen, check, randn
 from tests.support import compile_with
 
 Plant = Callable[[str, str, CanonicalOp], AbstractContextManager[Any]]
@@ -254,3 +254,15 @@ def test_a_planted_mistake_is_found(mistake: str, plant: Plant) -> None:
     check(LINEAR, linear, [call], CPU)
     with plant(*MISTAKES[mistake], LINEAR) as wrong, pytest.raises(AssertionError):
         check(LINEAR, wrong.linear, [call], CPU)
+
+
+@pytest.mark.parametrize("multiply", [linear, linear_transposed], ids=["rows", "columns"])
+def test_many_rows_whose_strides_torch_sees_apart_are_one_product(multiply: Any) -> None:
+    call = operands(200, 48, 64, torch.bfloat16)
+    call["x"] = call["x"][None].transpose(0, 1)  # (200, 1, 64): torch alone multiplies each row by a copy of the weight
+    if multiply is linear_transposed:
+        call["weight"] = call["weight"].t().contiguous().t()
+    with OpsSeen() as seen:
+        multiply(**call)
+    assert "aten.bmm.default" not in seen.names
+    check(LINEAR, multiply, [call], CPU)

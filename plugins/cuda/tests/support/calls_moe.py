@@ -1,4 +1,4 @@
-"""Calls of the kernels for mixtures of experts, Qwen3-30B-A3B and others, for compile_cuda_kernels.py."""
+"""Calls of the kernels for mixtures, of Qwen3-30B-A3B and Nemotron 3 among others, for compile_cuda_kernels.py."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ BF16 = torch.bfloat16
 TOKENS = (1, 8, 64, 128, 1024, 4096)
 
 
-def experts(num: int, hidden: int, inner: int, *, transposed: bool = False) -> dict[str, Tensor]:
+def experts(num: int, hidden: int, inner: int, *, gated: bool = True, transposed: bool = False) -> dict[str, Tensor]:
     """Return weights that nobody reads or writes, so that they take no memory."""
-    shapes = {"gate_up": (num, 2 * inner, hidden), "down": (num, hidden, inner)}
+    shapes = {"gate_up": (num, 2 * inner if gated else inner, hidden), "down": (num, hidden, inner)}
     return {name: torch.empty((e, b, a) if transposed else (e, a, b), dtype=BF16) for name, (e, a, b) in shapes.items()}
 
 
@@ -29,6 +29,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield routing and products with few and with many tokens."""
     qwen3, mixtral = experts(128, 2048, 768), experts(8, 4096, 14336)
     oss = experts(32, 2880, 2880, transposed=True)
+    nemotron = experts(128, 2688, 1856, gated=False)
     oss_gate: dict[str, Any] = {"kind": "quick_gelu", "interleaved": True, "limit": 7.0, "up_offset": 1.0}
     oss_gate |= {"transposed": True, "gate_up_bias": torch.empty(32, 5760, dtype=BF16)}
     oss_gate |= {"down_bias": torch.empty(32, 2880, dtype=BF16)}
@@ -37,6 +38,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             ("qwen3", 2048, 8, qwen3, {"kind": "silu"}),
             ("mixtral", 4096, 2, mixtral, {"kind": "silu"}),
             ("gpt-oss", 2880, 4, oss, oss_gate),
+            ("nemotron-h", 2688, 6, nemotron, {"kind": "relu2", "gated": False}),
         ):
             x, shares = torch.empty(tokens, width, dtype=BF16), torch.empty(tokens, top_k, dtype=BF16)
             indices = torch.empty(tokens, top_k, dtype=torch.int64)

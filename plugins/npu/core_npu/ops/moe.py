@@ -1,4 +1,4 @@
-"""A mixture of experts: the choice of experts by a fused top-k, and their gated MLPs as grouped products.
+"""A mixture of experts: the choice of experts by a fused top-k, and their MLPs as grouped products.
 
 Shapes: T tokens, E experts, k experts per token, D hidden size, I intermediate size of one expert, G expert groups.
 Experts' rows are sorted, multiplied group by group and put back weighted; the numbers of rows stay on the device.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from core.common.ops.implementation import OpCall
-from core.common.ops.mlp.activation import gated_activation_fused
+from core.common.ops.moe.experts import activated
 from core_npu.ops.activation import gate, gate_refusal
 from core_npu.ops.conditions import dtypes, same_dtype
 
@@ -125,6 +125,7 @@ def grouped_mlp(
     down: Tensor,
     *,
     kind: str,
+    gated: bool = True,
     transposed: bool = False,
     interleaved: bool = False,
     limit: float = 0.0,
@@ -153,7 +154,8 @@ def grouped_mlp(
     )
     hidden = _project(rows, matrices[0], ends)
     options: dict[str, Any] = {"kind": kind, "interleaved": interleaved, "limit": limit, "up_offset": up_offset}
-    hidden = gate(hidden, **options) if gate_refusal(**options) is None else gated_activation_fused(hidden, **options)
+    by_kernel = gated and gate_refusal(**options) is None
+    hidden = gate(hidden, **options) if by_kernel else activated(hidden, gated=gated, **options)
     results = _project(hidden.contiguous(), matrices[1], ends)
     # The weight zero times an overflow would not be zero.
     unasked = foreign.new_zeros(foreign.numel()).scatter(0, places.long(), foreign.reshape(-1))

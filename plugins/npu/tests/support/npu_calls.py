@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -217,12 +218,13 @@ def routes(dtype: torch.dtype) -> Iterator[Call]:
 
 def experts(dtype: torch.dtype) -> Iterator[Call]:
     """Yield calls of `core::grouped_mlp` with a single token, so many that they can be judged together."""
-    for seed in range(5):
+    for seed, gated in product(range(5), (True, False)):
         yield {
             "x": randn(1, 16, dtype=dtype, seed=seed),
             "weights": randn(1, 2, dtype=dtype, seed=seed + 10).sigmoid(),
             "indices": torch.tensor([[seed, (seed + 2) % 5]]),
-            "gate_up": randn(5, 48, 16, dtype=dtype, scale=0.3, seed=seed + 20),
+            "gate_up": randn(5, 48 if gated else 24, 16, dtype=dtype, scale=0.3, seed=seed + 20),
             "down": randn(5, 16, 24, dtype=dtype, scale=0.3, seed=seed + 30),
-            "kind": "silu",
+            "kind": "silu" if gated else "relu2",
+            "gated": gated,
         }

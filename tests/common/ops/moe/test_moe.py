@@ -20,6 +20,7 @@ from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRou
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from core.common.numerics import Fp64Mode, judge
@@ -158,7 +159,7 @@ def test_experts_in_any_order_are_the_same_experts() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "experts elsewhere", "wide weights"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "experts elsewhere", "wide weights", "no gate, biases"])
 def test_products_by_group_are_those_of_every_expert(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = sample(GROUPED_MLP, name, BF16)
     grouped: list[bool] = []
@@ -225,6 +226,7 @@ def test_underflown_scores_need_an_eps() -> None:
 def experts(cls: type[nn.Module], dtype: torch.dtype, inner: int = 24, **fields: Any) -> nn.Module:
     sizes = {"num_local_experts": 5, "num_experts": 5, "hidden_size": 16, "intermediate_size": inner}
     sizes |= {"moe_intermediate_size": inner, "_experts_implementation": "eager", "hidden_act": "silu"}
+    sizes |= {"n_routed_experts": 5, "moe_latent_size": None}
     module = cls(SimpleNamespace(**sizes, **fields))
     generator = torch.Generator().manual_seed(3)
     for parameter in module.parameters():
@@ -241,6 +243,8 @@ MODELS: dict[str, tuple[type[nn.Module], Call, Call]] = {
         {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         {"kind": "quick_gelu", "limit": 7.0, "up_offset": 1.0, "interleaved": True, "transposed": True},
     ),
+    "nemotron-h": (NemotronHExperts, {"mlp_hidden_act": "relu2"}, {"kind": "relu2", "gated": False}),
+    "nemotron-h, silu": (NemotronHExperts, {"mlp_hidden_act": "silu"}, {"kind": "silu", "gated": False}),
 }
 
 
@@ -264,7 +268,8 @@ def test_grouped_mlp_is_the_models_own(model: str, dtype: torch.dtype, wide_weig
     parameters = dict(module.named_parameters())
     biases = {f"{n}_bias": parameters[f"{n}_proj_bias"].data for n in ("gate_up", "down") if model == "gpt-oss"}
     call = {"x": x, "weights": weights, "indices": indices, **options, **biases}
-    call |= {"gate_up": module.gate_up_proj.data, "down": module.down_proj.data}
+    first = "gate_up_proj" if options.get("gated", True) else "up_proj"
+    call |= {"gate_up": parameters[first].data, "down": module.down_proj.data}
     with torch.no_grad(), Fp64Mode():
         truth = exact(x.double(), indices, weights.double())
     torch.testing.assert_close(in_fp64(GROUPED_MLP, call)[0], truth, rtol=1e-12, atol=1e-12)
@@ -306,7 +311,12 @@ NEAR_MISSES: dict[str, tuple[Any, str, Call, str]] = {
     "no group": (MOE_ROUTE, "deepseek-v3", {"top_groups": 0}, "top_groups must be 1 to 4, not 0"),
     "small groups": (MOE_ROUTE, "deepseek-v3", {"top_k": 5}, "2 groups of 2 hold fewer than top_k=5 experts"),
     "scored": (MOE_ROUTE, "deepseek-v3", {"scored_per_group": 3}, "scored_per_group must be 1 to 2, not 3"),
-    "order": (GROUPED_MLP, "qwen3", {"transposed": True}, r"gate_up \(5, 48, 16\) and down .* for transposed=True"),
+    "order": (
+        GROUPED_MLP,
+        "qwen3",
+        {"transposed": True},
+        r"gate_up \(5, 48, 16\) and .* for gated=True and transposed=True",
+    ),
     "sizes": (GROUPED_MLP, "qwen3", {"down": torch.ones(5, 16, 13)}, r"must be \(5, 26, 16\) and \(5, 16, 13\)"),
     "experts": (GROUPED_MLP, "qwen3", {"down": torch.ones(4, 16, 24)}, r"must be \(5, 48, 16\) and \(5, 16, 24\)"),
     "weights": (GROUPED_MLP, "qwen3", {"weights": torch.ones(9, 3)}, r"weights \(9, 3\) and indices \(9, 2\) must be"),
@@ -314,6 +324,12 @@ NEAR_MISSES: dict[str, tuple[Any, str, Call, str]] = {
     "rank of x": (GROUPED_MLP, "qwen3", {"x": torch.ones(1, 9, 16)}, "x must have rank 2, not 3"),
     "kind": (GROUPED_MLP, "qwen3", {"kind": "glu"}, "kind 'glu' is none of"),
     "limit": (GROUPED_MLP, "qwen3", {"limit": -1.0}, "limit must be positive, or 0 for none, not -1.0"),
+    "half a gate": (GROUPED_MLP, "qwen3", {"gated": False}, r"be \(5, 24, 16\) and \(5, 16, 24\) for gated=False"),
+    "a gate": (GROUPED_MLP, "nemotron-h", {"gated": True}, r"must be \(5, 48, 16\) and \(5, 16, 24\) for gated=True"),
+    "limit of no gate": (GROUPED_MLP, "nemotron-h", {"limit": 1.0}, "limit and up_offset are of a gate"),
+    "pairs of no gate": (GROUPED_MLP, "nemotron-h", {"interleaved": True}, "are of a gate, and gated is False"),
+    "offset of no gate": (GROUPED_MLP, "nemotron-h", {"up_offset": 1.0}, "are of a gate, and gated is False"),
+    "bias of no gate": (GROUPED_MLP, "nemotron-h", {"gate_up_bias": torch.ones(5, 48)}, r"have shape \(5, 24\)"),
     "expert bias": (GROUPED_MLP, "qwen3", {"down_bias": torch.ones(16)}, r"down_bias must have shape \(5, 16\)"),
 }
 

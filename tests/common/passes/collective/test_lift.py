@@ -144,4 +144,4 @@ def test_an_input_that_is_reduced_in_place_is_no_site() -> None:
 def test_in_a_job_of_one_process_it_does_not_run() -> None:
     graph = trace(lambda x: layers.in_place(x @ W).sin(), {"x": X})
     report = layers.rewritten(graph, (LIFT_COLLECTIVES,), world_size=1)["lift_collectives"]
-    assert report.skipped == "world size 1 is outside 2.."
+    assert report.skipped == "it is for 2 or more processes, and this graph is for 1"

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 pytest.importorskip("transformers.integrations.moe", reason="needs the extra 'hf'")
 
+from core.common.numerics import judge
 from core.common.ops.mlp.activation import GATED_ACTIVATION_FUSED
 from core.common.ops.moe.experts import GROUPED_MLP
 from core.common.ops.moe.route import MOE_ROUTE
@@ -25,11 +26,13 @@ from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
+from core.engine.check.graphs import engine_graphs
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.verify.execution import run_graph
 from core.verify.verify import checker
 from tests.marks import slow_except
+from tests.support import cpu, needs_states_in_caches
 
 F32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -46,6 +49,10 @@ def gpt_oss_gate(hidden: Tensor, *, factor: float = 1.702, low: float = -0.5) ->
     gate, up = hidden[..., ::2], hidden[..., 1::2]
     gate, up = gate.clamp(min=None, max=0.5), up.clamp(min=low, max=0.5)
     return (up + 1) * (gate * torch.sigmoid(gate * factor))
+
+
+def relu_squared(hidden: Tensor) -> Tensor:
+    return torch.square(F.relu(hidden))
 
 
 def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -92,10 +99,19 @@ def over_experts(rows: Tensor, x: Tensor) -> Tensor:
 class Experts(nn.Module):
     """Experts written as transformers' grouped_mm_experts_forward; each step can be replaced by another.
 
-    sentinels: rows of experts that are not here are cleared, as under expert parallelism.
+    sentinels: rows of experts that are not here are cleared, as under expert parallelism. gated: the first product
+    gives two halves, of which `gate` makes one; else `gate` takes all of it.
     """
 
-    def __init__(self, dtype: torch.dtype, *, transposed: bool = False, sentinels: bool = False, **steps: Step) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        transposed: bool = False,
+        sentinels: bool = False,
+        gated: bool = True,
+        **steps: Step,
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(7)
 
@@ -103,9 +119,10 @@ class Experts(nn.Module):
             values = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.4
             return nn.Parameter(values.to(dtype), requires_grad=False)
 
-        shapes = ((2 * INNER, SIZE), (SIZE, INNER))
+        width = 2 * INNER if gated else INNER
+        shapes = ((width, SIZE), (SIZE, INNER))
         self.first, self.second = (draw(EXPERTS, *(reversed(s) if transposed else s)) for s in shapes)
-        self.first_bias, self.second_bias = draw(EXPERTS, 2 * INNER), draw(EXPERTS, SIZE)
+        self.first_bias, self.second_bias = draw(EXPERTS, width), draw(EXPERTS, SIZE)
         self.sentinels = sentinels
         self.gate = steps.get("gate", silu_gate)
         self.project = steps.get("project", plain)
@@ -160,12 +177,19 @@ def calls(graph: TracedGraph, target: object = GROUPED_MLP.overload) -> list[fx.
 
 GPT_OSS = {"transposed": True, "project": transposed_with_biases, "gate": gpt_oss_gate}
 QUICK = {"kind": "quick_gelu", "interleaved": True, "limit": 0.5, "up_offset": 1.0, "transposed": True}
+NEMOTRON: dict[str, Any] = {"gated": False, "gate": relu_squared}
+RELU2 = {"kind": "relu2", "gated": False}
+BIASED: dict[str, Any] = {"transposed": True, "project": transposed_with_biases}
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mixtral": ({}, {"kind": "silu", "transposed": False, "limit": 0.0, "gate_up_bias": None, "down_bias": None}),
     "gpt-oss": (GPT_OSS, QUICK),
     "biases at once": ({**GPT_OSS, "project": transposed_with_biases_at_once}, QUICK),
     "expert parallel": ({"sentinels": True}, {"kind": "silu"}),
     "expert parallel with biases": ({**GPT_OSS, "sentinels": True}, QUICK),
+    "nemotron-h": (NEMOTRON, {**RELU2, "gate_up_bias": None, "down_bias": None}),
+    "no gate, silu": ({"gated": False, "gate": F.silu}, {"kind": "silu", "gated": False}),
+    "no gate, biases": ({**NEMOTRON, **BIASED}, {**RELU2, "transposed": True}),
+    "no gate, expert parallel": ({**NEMOTRON, "sentinels": True}, RELU2),
     "inverse by sorting": ({"restore": lambda rows, order: rows[torch.argsort(order)]}, {"kind": "silu"}),
 }
 
@@ -227,8 +251,15 @@ def other_ends(rows: Tensor, matrices: Tensor, ends: Tensor, experts: Tensor, bi
 NEAR_MISSES: dict[str, tuple[dict[str, Any], str]] = {
     "the second half is the gate": ({"gate": up_first}, "activates the second half"),
     "another factor": ({**GPT_OSS, "gate": partial(gpt_oss_gate, factor=1.6)}, "1.6"),
-    "another limit for up": ({**GPT_OSS, "gate": partial(gpt_oss_gate, low=-0.4)}, "is no gate of the two halves"),
-    "no gate": ({"gate": lambda h: F.silu(h)[..., :INNER]}, "is no gate of the two halves"),
+    "another limit for up": ({**GPT_OSS, "gate": partial(gpt_oss_gate, low=-0.4)}, "no gate of its two halves"),
+    "no gate": ({"gate": lambda h: F.silu(h)[..., :INNER]}, "no gate of its two halves"),
+    "an activation that the op lacks": ({"gated": False, "gate": F.mish}, "is no activation of"),
+    "silu rounded once more": ({"gated": False, "gate": lambda h: h * torch.sigmoid(h)}, "rounds once more"),
+    "relu squared of a part": (
+        {**NEMOTRON, "gated": True, "gate": lambda h: relu_squared(h[..., :INNER])},
+        "is no act",
+    ),
+    "an activation twice": ({"gated": False, "gate": lambda h: F.relu(h).square() + 0.0 * F.relu(h)}, "is no act"),
     "read before the bias": ({**GPT_OSS, "project": bias_after_a_look}, "is read before"),
     "one bias for all": ({"project": other_bias}, "is no bias of each row's expert"),
     "other ends for the second product": ({"project": other_ends}, "divides its rows otherwise"),
@@ -283,7 +314,9 @@ def test_experts_in_another_order_are_near_misses() -> None:
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    slow_except([(n, t) for n in ("mixtral", "gpt_oss", "deepseek_v3") for t in (F32, BF16)], ("mixtral", BF16)),
+    slow_except(
+        [(n, t) for n in ("mixtral", "gpt_oss", "deepseek_v3", "nemotron_h") for t in (F32, BF16)], ("mixtral", BF16)
+    ),
     ids=str,
 )
 def test_a_model_is_lifted_whole(name: str, dtype: torch.dtype) -> None:
@@ -309,3 +342,24 @@ def test_a_model_is_lifted_whole(name: str, dtype: torch.dtype) -> None:
     assert not any("experts" in str(n.args[0]) for n in calls(graph, GATED_ACTIVATION_FUSED.overload))
     after = run_graph(graph.module, values).outputs[0]
     assert torch.equal(after, before) if dtype is BF16 else after.shape == before.shape
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("changes", [{}, {"attn_implementation": "eager"}, {"moe_latent_size": 24}], ids=str)
+@DTYPES
+def test_experts_without_a_gate_are_lifted_in_the_engines_graphs(
+    phase: str, dtype: torch.dtype, changes: dict[str, Any]
+) -> None:
+    needs_states_in_caches()
+    loaded = build_model(tiny_config("nemotron_h", **changes), torch_device=torch.device("cpu"), dtype=dtype)
+    with engine_graphs(loaded, cpu(), cache="paged", phases=(phase,)) as (graph,):
+        module, (values, *_) = graph.traced.module, graph.values()
+        before, exact = run_graph(module, values), run_graph(module, values, fp64=True)
+        report = lift(graph.traced, values)
+        assert report.matched == 1 and not report.near_misses
+        after = run_graph(module, values)
+    (node,) = calls(graph.traced)
+    assert (node.kwargs["kind"], node.kwargs["gated"]) == ("relu2", False)
+    assert judge(after.outputs[0], before.outputs[0], exact.outputs[0]).passed

@@ -51,7 +51,7 @@ def gated_linear_other(x: Tensor, weight: Tensor, bias: Tensor | None, **gate: A
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, config: SkinnyConfig | None) -> Tensor:
     if config is None:
-        return functional.linear(x, weight, bias)
+        return _by_library(x, weight, bias)
     out: Tensor = skinny_linear(_as_rows(x), weight, bias, config=config)
     return out.view(*x.shape[:-1], weight.shape[0])
 
@@ -60,7 +60,7 @@ def _multiply_and_gate(
     x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate, config: SkinnyConfig | None
 ) -> Tensor:
     if config is None or gate.interleaved:
-        gated: Tensor = gated_activation_fused(functional.linear(x, weight, bias), **asdict(gate))
+        gated: Tensor = gated_activation_fused(_by_library(x, weight, bias), **asdict(gate))
         return gated
     out: Tensor = skinny_linear(_as_rows(x), weight, bias, gate=gate, config=config)
     return out.view(*x.shape[:-1], weight.shape[0] // 2)
@@ -112,6 +112,12 @@ def _sizes(x: Tensor, weight: Tensor, *, gated: bool) -> tuple[int, int, int]:
     """Return the rows of x, the columns of the result, and what they are summed over."""
     depth = weight.shape[1]
     return x.numel() // depth if depth else 0, weight.shape[0] // (2 if gated else 1), depth
+
+
+def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by cuBLAS, rows side by side: where strides hide that, torch multiplies each by a copy of the weight."""
+    rows = x.flatten(0, -2) if x.dim() > 2 else x
+    return functional.linear(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def _as_rows(x: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ class GroupedShape:
     experts: int
     hidden: int
     inner: int
+    #: whether the product with gate_up is of gate and up, else of up alone
+    gated: bool = True
     #: whether gate_up lies in memory by columns (E, in, out), whatever the call says
     up_columns: bool = False
     #: whether down does
@@ -57,7 +59,7 @@ class GroupedConfig:
 
     #: "tile", pairs sorted by expert; or "row", a pair at a time, which reads neither block_m nor the tiles' stages
     kernel: str
-    #: of the product with gate_up; block_n counts columns of gate, and as many of up
+    #: of the product with gate_up; block_n counts columns that come out, for which a gate needs twice as many
     up: Tile
     #: of the product with down
     down: Tile
@@ -90,11 +92,12 @@ def candidates(shape: GroupedShape) -> Iterator[GroupedConfig]:
 
 def _row(shape: GroupedShape) -> GroupedConfig:
     units, picks = launching.num_multiprocessors(), triton.next_power_of_2(shape.top_k)
+    parts = 1 if shape.gated else 2  # as many rows of weights to a program, with a gate or without
     if shape.up_columns:
-        up = Tile(32, 64)
+        up = Tile(32 * parts, 64)
     else:
         block_n = 4 if shape.pairs * shape.inner >= 4 * 4 * units else 2
-        up = Tile(block_n, min(1024, max(32, triton.next_power_of_2(shape.hidden))))
+        up = Tile(block_n * parts, min(1024, max(32, triton.next_power_of_2(shape.hidden))))
     if shape.down_columns:
         # Memory is read in units of at least 32 bytes.
         down = Tile(16, max(1, _PRODUCT_ELEMENTS // (16 * picks)))
@@ -106,18 +109,25 @@ def _row(shape: GroupedShape) -> GroupedConfig:
 
 def _tile(shape: GroupedShape, block_m: int) -> GroupedConfig:
     if block_m <= 64:
-        # Few experts' tiles, cut wide, would leave the last round of programs nearly empty.
-        tiles = max(min(shape.experts, shape.pairs), shape.pairs // block_m)
-        many = tiles * shape.hidden >= 128 * 4 * launching.num_multiprocessors()
         stages = 6 if block_m <= 32 else 4
-        down = Tile(128 if many else 64, 64, 4, stages)
-        return _fitted(GroupedConfig("tile", Tile(64, 64, 4, stages), down, block_m))
+        up = Tile(64, 64, 4, stages) if shape.gated else _single(shape, block_m, shape.inner, stages)
+        return _fitted(shape, GroupedConfig("tile", up, _single(shape, block_m, shape.hidden, stages), block_m))
     # Units that read registers leave fewer of them for sums.
     columns = 128 if launching.has_shared_operands() else 64
-    return _fitted(GroupedConfig("tile", Tile(columns, 64, 8, 4), Tile(2 * columns, 64, 8, 4), block_m), alone=True)
+    down = Tile(2 * columns, 64, 8, 4)
+    up = Tile(columns, 64, 8, 4) if shape.gated else down
+    return _fitted(shape, GroupedConfig("tile", up, down, block_m), alone=True)
 
 
-def _fitted(config: GroupedConfig, *, alone: bool = False) -> GroupedConfig:
+def _single(shape: GroupedShape, block_m: int, columns: int, num_stages: int) -> Tile:
+    """Return the tile of a product of one matrix, which has so many columns."""
+    # Few experts' tiles, cut wide, would leave the last round of programs nearly empty.
+    tiles = max(min(shape.experts, shape.pairs), shape.pairs // block_m)
+    many = tiles * columns >= 128 * 4 * launching.num_multiprocessors()
+    return Tile(128 if many else 64, 64, 4, num_stages)
+
+
+def _fitted(shape: GroupedShape, config: GroupedConfig, *, alone: bool = False) -> GroupedConfig:
     """Return the configuration with as many stages, up to its own, as fit into shared memory.
 
     alone: whether a program has that of a multiprocessor for itself.
@@ -129,7 +139,7 @@ def _fitted(config: GroupedConfig, *, alone: bool = False) -> GroupedConfig:
         stage = 2 * (config.block_m + matrices * tile.block_n) * tile.block_k
         return replace(tile, num_stages=max(1, min(tile.num_stages, launching.num_stages(most, stage))))
 
-    return replace(config, up=fit(config.up, 2), down=fit(config.down, 1))
+    return replace(config, up=fit(config.up, 2 if shape.gated else 1), down=fit(config.down, 1))
 
 
 def _all(shape: GroupedShape) -> Iterator[GroupedConfig]:
@@ -142,10 +152,12 @@ def _all(shape: GroupedShape) -> Iterator[GroupedConfig]:
         config = _tile(shape, block_m)
         yield config
         wide = block_m == 128
-        for up in (Tile(32, 128, 4, 4), Tile(64, 128, 4, 3), Tile(128, 64, 8 if wide else 4, 3), Tile(64, 64, 8, 4)):
-            yield _fitted(replace(config, up=up), alone=True)
-        for down in (Tile(64, 128, 4, 4), Tile(64, 64, 4, 8), Tile(128, 128, 4, 3), Tile(128, 64, 8, 4)):
-            yield _fitted(replace(config, down=down), alone=True)
+        pairs = (Tile(32, 128, 4, 4), Tile(64, 128, 4, 3), Tile(128, 64, 8 if wide else 4, 3), Tile(64, 64, 8, 4))
+        singles = (Tile(64, 128, 4, 4), Tile(64, 64, 4, 8), Tile(128, 128, 4, 3), Tile(128, 64, 8, 4))
+        for up in pairs if shape.gated else singles:
+            yield _fitted(shape, replace(config, up=up), alone=True)
+        for down in singles:
+            yield _fitted(shape, replace(config, down=down), alone=True)
 
 
 def _rows(base: GroupedConfig) -> Iterator[GroupedConfig]:

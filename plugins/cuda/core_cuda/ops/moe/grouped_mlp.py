@@ -1,13 +1,14 @@
 """`core::grouped_mlp` in two or four launches, by how many pairs of a token and an expert there are.
 
-Few: gated products of each pair, then each token's weighted sum of second products. Many: pairs are sorted by expert;
-both products by tiles of one expert's pairs; the weighted sum. Sums are in fp32 and a fixed order, so that a call gives
-the same bits each time; what lies between the products is rounded to x's dtype, and of many pairs each result too.
+Few: activated products of each pair, then each token's weighted sum of second products. Many: pairs are sorted by
+expert; both products by tiles of one expert's pairs; the weighted sum. Sums are in fp32 and a fixed order, so that a
+call gives the same bits each time; what lies between the products is rounded to x's dtype, and of many pairs each
+result too.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -36,14 +37,16 @@ _FEW = 2**18
 class Experts:
     """The experts' weights."""
 
-    #: (E, 2 * I, D), of any strides
+    #: (E, 2 * I, D), or (E, I, D) without a gate, of any strides
     gate_up: Tensor
     #: (E, D, I), of any strides
     down: Tensor
-    #: (E, 2 * I)
+    #: (E, 2 * I), or (E, I) without a gate
     gate_up_bias: Tensor | None = None
     #: (E, D)
     down_bias: Tensor | None = None
+    #: whether the first product is of gate and up, else of up alone
+    gated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +75,14 @@ def grouped_mlp(
     down: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    gated: bool,
     transposed: bool,
     **gate: Any,
 ) -> Tensor:
     """Compute the experts' MLPs as the configuration for these sizes says."""
     if transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    experts = Experts(gate_up, down, gate_up_bias, down_bias)
+    experts = Experts(gate_up, down, gate_up_bias, down_bias, gated)
     return run_grouped_mlp(x, weights, indices, experts, Gate(**gate))
 
 
@@ -95,8 +99,8 @@ def run_grouped_mlp(
     out = x.new_empty(x.shape)
     if not out.numel():
         return out
-    biases = (b if b is None else _rows(b) for b in (experts.gate_up_bias, experts.down_bias))
-    experts = Experts(experts.gate_up, experts.down, *biases)
+    gate_up_bias, down_bias = (b if b is None else _rows(b) for b in (experts.gate_up_bias, experts.down_bias))
+    experts = replace(experts, gate_up_bias=gate_up_bias, down_bias=down_bias)
     shape = shape_of(x, indices, experts)
     call = _Call(_rows(x), weights.contiguous(), indices.contiguous(), experts, gate, shape, out)
     config = config or _measured(shape) or default_config(shape)
@@ -121,6 +125,7 @@ def shape_of(x: Tensor, indices: Tensor, experts: Experts) -> GroupedShape:
         experts=num_experts,
         hidden=hidden,
         inner=inner,
+        gated=experts.gated,
         up_columns=up_columns,
         down_columns=down_columns,
     )
@@ -136,7 +141,7 @@ def _by_pair(call: _Call, config: GroupedConfig) -> None:
         x, indices, experts.gate_up, bias, hidden, shape.pairs, shape.experts, shape.inner, shape.hidden, x.stride(0),
         *experts.gate_up.stride(), 0 if bias is None else bias.stride(0),
         TOP_K=shape.top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k, ROWS=not shape.up_columns,
-        HAS_BIAS=bias is not None, **_gate(call.gate), num_warps=up.num_warps,
+        HAS_BIAS=bias is not None, **_gate(call.gate, experts.gated), num_warps=up.num_warps,
     )  # fmt: skip
     bias = experts.down_bias
     launching.launch(
@@ -165,20 +170,20 @@ def _by_expert(call: _Call, config: GroupedConfig) -> None:
     hidden, results = x.new_empty((pairs, shape.inner)), x.new_empty((pairs, shape.hidden))
 
     def product(
-        rows: Tensor, matrices: Tensor, bias: Tensor | None, to: Tensor, tile: Tile, depth: int, gate: Gate
+        rows: Tensor, matrices: Tensor, bias: Tensor | None, to: Tensor, tile: Tile, gate: dict[str, Any]
     ) -> None:
-        columns = to.shape[1]
+        columns, depth = to.shape[1], matrices.shape[2]
         launching.launch(
             product_kernel, (num_tiles * triton.cdiv(columns, tile.block_n),),
             rows, matrices, bias, to, order, tiles, columns, depth, rows.stride(0), *matrices.stride(),
             0 if bias is None else bias.stride(0),
             TOP_K=shape.top_k, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=config.swap,
             EVEN_N=columns % tile.block_n == 0, EVEN_K=depth % tile.block_k == 0, HAS_BIAS=bias is not None,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **_gate(gate),
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **gate,
         )  # fmt: skip
 
-    product(x, experts.gate_up, experts.gate_up_bias, hidden, config.up, shape.hidden, call.gate)
-    product(hidden, experts.down, experts.down_bias, results, config.down, shape.inner, Gate(""))
+    product(x, experts.gate_up, experts.gate_up_bias, hidden, config.up, _gate(call.gate, experts.gated))
+    product(hidden, experts.down, experts.down_bias, results, config.down, _gate(Gate(""), False))
     width = 256 if call.out.numel() <= _FEW else 1024
     launching.launch(
         sum_kernel, (shape.tokens * triton.cdiv(shape.hidden, width),),
@@ -187,8 +192,9 @@ def _by_expert(call: _Call, config: GroupedConfig) -> None:
     )  # fmt: skip
 
 
-def _gate(gate: Gate) -> dict[str, Any]:
-    return {"KIND": gate.kind, "LIMIT": gate.limit, "UP_OFFSET": gate.up_offset, "INTERLEAVED": gate.interleaved}
+def _gate(gate: Gate, gated: bool) -> dict[str, Any]:
+    options = {"KIND": gate.kind, "LIMIT": gate.limit, "UP_OFFSET": gate.up_offset, "INTERLEAVED": gate.interleaved}
+    return {**options, "GATED": gated}
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from core_cuda.ops.activation import gate_product
+from core_cuda.ops.activation import activate, gate_product
 from core_cuda.ops.launching import Early, start_next, wait_for_inputs
 
 READ_EARLY = {
@@ -37,16 +37,19 @@ def _folded(products, FOLD: tl.constexpr):
 def row_up_kernel(
     x, indices, weight, bias, out, num_pairs, num_experts, N, K, stride_x, stride_e, stride_n, stride_k, stride_b,
     TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N gated columns of one pair: out (num_pairs, N) of x (T, K) and weight (E, 2 * N, K).
+    """BLOCK_N activated columns of one pair: out (num_pairs, N) of x (T, K) and weight (E, 2 * N, K) if GATED, else
+    (E, N, K).
 
     ROWS: the weight's rows are one run of memory each, and BLOCK_K is a multiple of 8; else its columns.
     """
     FOLD: tl.constexpr = _FOLD if ROWS else 1
     pair = tl.program_id(0) % num_pairs
     first = (tl.program_id(0) // num_pairs) * BLOCK_N
-    lanes, steps = tl.arange(0, 2 * BLOCK_N), tl.arange(0, BLOCK_K)
+    HEIGHT: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    lanes, steps = tl.arange(0, HEIGHT), tl.arange(0, BLOCK_K)
     # Gates and ups are one tile of rows, in the weight's own order. Masks compare what is contiguous, for wide loads.
     columns = first + lanes % BLOCK_N
     rows = 2 * first + lanes if INTERLEAVED else columns + (lanes // BLOCK_N) * N
@@ -58,7 +61,7 @@ def row_up_kernel(
         own = weight + expert * stride_e + rows[:, None] * stride_n + (steps * stride_k)[None, :]
         row = x + (pair // TOP_K).to(tl.int64) * stride_x + steps
         tile = tl.load(own, mask=inside[:, None] & (steps < K)[None, :], other=0.0)
-        acc = tl.zeros((2 * BLOCK_N, BLOCK_K // FOLD), tl.float32)
+        acc = tl.zeros((HEIGHT, BLOCK_K // FOLD), tl.float32)
         for k in range(0, K, BLOCK_K):
             mask = inside[:, None] & (k + BLOCK_K + steps < K)[None, :]
             next_tile = tl.load(own + (k + BLOCK_K) * stride_k, mask=mask, other=0.0)
@@ -68,9 +71,12 @@ def row_up_kernel(
         total = tl.sum(acc, axis=1)
         if HAS_BIAS:
             total += tl.load(bias + expert * stride_b + rows, mask=inside, other=0.0).to(tl.float32)
-        parts = total.reshape(BLOCK_N, 2) if INTERLEAVED else tl.trans(total.reshape(2, BLOCK_N))
-        gate, up = tl.split(parts)
-        result = gate_product(gate, up, LIMIT, KIND, LIMIT > 0.0, UP_OFFSET)
+        if GATED:
+            parts = total.reshape(BLOCK_N, 2) if INTERLEAVED else tl.trans(total.reshape(2, BLOCK_N))
+            gate, up = tl.split(parts)
+            result = gate_product(gate, up, LIMIT, KIND, LIMIT > 0.0, UP_OFFSET)
+        else:
+            result = activate(total, KIND)
         own_columns = first + tl.arange(0, BLOCK_N)
         place = out + pair.to(tl.int64) * N + own_columns
         tl.store(place, result.to(out.dtype.element_ty), mask=own_columns < N)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from core_cuda.ops.activation import gate_product
+from core_cuda.ops.activation import activate, gate_product
 from core_cuda.ops.launching import start_next, wait_for_inputs
 
 
@@ -90,15 +90,15 @@ def _sums(
 def product_kernel(
     x, weight, bias, out, order, tiles, N, K, stride_x, stride_e, stride_n, stride_k, stride_b,
     TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr,
-    LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    KIND: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns of one tile of pairs by their expert's weight; N columns come out.
 
-    With a gate, KIND: from x (T, K) and weight (E, 2 * N, K) to out (pairs, N) in the order of `order`. Without: from
-    that order, x (pairs, K), and weight (E, N, K) to the pairs' own, out (pairs, N).
+    With an activation, KIND: from x (T, K) and weight (E, 2 * N, K) if GATED, else (E, N, K), to out (pairs, N) in the
+    order of `order`. Without: from that order, x (pairs, K), and weight (E, N, K) to the pairs' own, out (pairs, N).
     """
-    GATED: tl.constexpr = KIND != ""
+    FIRST: tl.constexpr = KIND != ""
     # Alternating gates and ups are one product, whose columns are then told apart.
     PARTS: tl.constexpr = 2 if INTERLEAVED else 1
     HEIGHT: tl.constexpr = PARTS * BLOCK_N if SWAP else BLOCK_M
@@ -115,8 +115,8 @@ def product_kernel(
         # Rows past the end repeat the last one instead of being masked: plain copies can be pipelined.
         places = tl.minimum(places, end - 1).to(tl.int64)
         pairs = tl.load(order + places).to(tl.int64)
-        sources = pairs // TOP_K if GATED else places
-        targets = places if GATED else pairs
+        sources = pairs // TOP_K if FIRST else places
+        targets = places if FIRST else pairs
         columns = number * (PARTS * BLOCK_N) + tl.arange(0, PARTS * BLOCK_N)
         steps = tl.arange(0, BLOCK_K)
         x_tile = x + sources[:, None] * stride_x + steps[None, :]
@@ -137,6 +137,8 @@ def product_kernel(
             acc, other = tl.split(acc.reshape(BLOCK_M, BLOCK_N, 2))
         if GATED:
             acc = gate_product(acc, other, LIMIT, KIND, LIMIT > 0.0, UP_OFFSET)
+        elif FIRST:
+            acc = activate(acc, KIND)
         own = number * BLOCK_N + tl.arange(0, BLOCK_N)
         place = out + targets[:, None] * N + own[None, :]
         tl.store(place, acc.to(out.dtype.element_ty), mask=inside[:, None] & (own < N)[None, :])

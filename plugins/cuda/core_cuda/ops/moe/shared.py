@@ -24,7 +24,7 @@ _GATE = "str {0}kind, bool {0}interleaved=False, float {0}limit=0.0, float {0}up
 _SCHEMA = (
     "experts_beside_shared(Tensor x, Tensor weights, Tensor indices, Tensor gate_up, Tensor down, Tensor shared_x, "
     "Tensor shared_gate_up, Tensor? shared_gate_up_bias, Tensor shared_down, Tensor? shared_down_bias, *, "
-    f"{_GATE.format('')}, bool transposed=False, Tensor? gate_up_bias=None, Tensor? down_bias=None, "
+    f"{_GATE.format('')}, bool gated=True, bool transposed=False, Tensor? gate_up_bias=None, Tensor? down_bias=None, "
     f"{_GATE.format('shared_')}, bool shared_gate_first=True) -> (Tensor routed, Tensor shared)"
 )
 PREFIX = "shared_"
