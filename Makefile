@@ -23,6 +23,9 @@ NPU_STAMP := $(NPU_VENV)/.installed
 
 # As constraints.txt pins the newest Triton only, the kernels are tested with the oldest of the extra `cuda` in an
 # environment that stands on $(VENV) too.
+RAY_VENV ?= .venv-ray
+RAY_BIN := $(abspath $(RAY_VENV))/bin
+RAY_STAMP := $(RAY_VENV)/.installed
 TRITON_VENV ?= .venv-triton36
 TRITON_BIN := $(abspath $(TRITON_VENV))/bin
 TRITON_STAMP := $(TRITON_VENV)/.installed
@@ -46,7 +49,7 @@ DIST_STAMP := $(DIST_VENV)/.installed
 # Whatever the shell says: tests start hundreds of processes, each of which would compile the modules of core anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help run serve-demo test test-slow test-exhaustive test-interpreter test-all check check-install docs dist reports test-gpu test-npu-sim test-triton36 test-ipex test-openreg clean
+.PHONY: help run serve-demo test test-slow test-exhaustive test-interpreter test-all check check-install docs dist reports test-gpu test-npu-sim test-ray test-triton36 test-ipex test-openreg clean
 .DEFAULT_GOAL := help
 
 help:
@@ -68,9 +71,10 @@ help:
 	@echo "make test-npu-sim  the tests marked npu_sim: the real torch_npu on a simulated runtime (needs gcc and binutils;"
 	@echo "               ARGS=plugins/npu/tests/FILE runs that file alone)"
 	@echo "make test-triton36  the tests of the CUDA kernels with Triton 3.6, in Triton's interpreter"
+	@echo "make test-ray  the tests marked ray: replicas by Ray Serve, on a cluster of two nodes of this machine"
 	@echo "make test-ipex  the tests marked ipex: intel-extension-for-pytorch and torch 2.8 (7 GB the first time)"
 	@echo "make test-openreg  the tests marked openreg, in the python at hand (PYTHON=$(PYTHON)), which has torch_openreg of PyTorch's sources"
-	@echo "make clean     remove $(VENV), $(NPU_VENV), $(TRITON_VENV), $(DOCS_VENV), $(DIST_VENV), caches and build results"
+	@echo "make clean     remove $(VENV), $(NPU_VENV), $(RAY_VENV), $(TRITON_VENV), $(DOCS_VENV), $(DIST_VENV), caches and build results"
 
 # Make $(VENV) if there is none, and install core with the extras $(1) into it. pip would compile every file of torch and of
 # transformers to bytecode, which takes longer than all else: Python compiles the tenth of them that is imported.
@@ -168,6 +172,16 @@ $(TRITON_STAMP): $(STAMP)
 	@"$(TRITON_BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps --ignore-installed triton==3.6.0
 	@touch "$@"
 
+$(RAY_STAMP): $(STAMP) pyproject.toml
+	@echo "== installing the extra ray into $(RAY_VENV), which stands on $(VENV)"
+	$(call stand_on_venv,$(RAY_VENV))
+	@"$(RAY_BIN)/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	@touch "$@"
+
+test-ray: $(RAY_STAMP)
+	@echo "== pytest -m ray, with ray $$("$(RAY_BIN)/python" -c 'import ray; print(ray.__version__)')"
+	@OMP_NUM_THREADS=1 "$(RAY_BIN)/python" -m pytest -m ray tests/engine/replicas $(ARGS)
+
 test-triton36: $(TRITON_STAMP)
 	@echo "== pytest: core_cuda, with triton $$("$(TRITON_BIN)/python" -c 'import triton; print(triton.__version__)')"
 	@OMP_NUM_THREADS=1 "$(TRITON_BIN)/python" -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --max-worker-restart 0 --dist loadfile \
@@ -227,7 +241,7 @@ test-openreg:
 	else echo "skipped: the tests on torch_openreg (make test-openreg PYTHON=...); $(PYTHON) has no torch_openreg"; fi
 
 clean:
-	@echo "== removing $(VENV), $(NPU_VENV), $(TRITON_VENV), $(IPEX_VENV), $(DOCS_VENV), $(DIST_VENV), caches and build results"
-	@rm -rf "$(VENV)" "$(NPU_VENV)" "$(TRITON_VENV)" "$(IPEX_VENV)" "$(DOCS_VENV)" "$(DIST_VENV)" build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@echo "== removing $(VENV), $(NPU_VENV), $(RAY_VENV), $(TRITON_VENV), $(IPEX_VENV), $(DOCS_VENV), $(DIST_VENV), caches and build results"
+	@rm -rf "$(VENV)" "$(NPU_VENV)" "$(RAY_VENV)" "$(TRITON_VENV)" "$(IPEX_VENV)" "$(DOCS_VENV)" "$(DIST_VENV)" build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 	@rm -rf examples/*/dist examples/*/.mypy_cache examples/*/.pytest_cache

@@ -30,7 +30,7 @@ COMMANDS: Mapping[str, str] = {
     "new-plugin": "core.cli.new_plugin:new_plugin",
     "passes": "core.cli.passes:passes",
     "run": "core.cli.run:run",
-    "serve": "core.cli.serve:serve",
+    "serve": "core.cli.serving.serve:serve",
 }
 """Subcommand to `module:function`. To add one, add a line; the module imports torch inside its functions only."""
 

@@ -70,7 +70,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core/engine/paged",),
     ("core/engine/serve",),
     ("core/__init__.py", "core/engine/check", "core/engine/http"),
-    ("core/explain", "core/verify/bisect"),
+    ("core/engine/replicas", "core/explain", "core/verify/bisect"),
     ("core/bench",),
     ("core/cli",),
     ("core/__main__.py",),

@@ -14,7 +14,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILE = "plugins/npu/tests/simulated/simulator/test_build.py"
 # What a `make test` that runs these tests may have been given hands on to a make within.
-GIVEN = {"ARGS", "DOCS_VENV", "EXTRAS", "NPU_VENV", "PYTHON", "RUN_EXTRAS", "TRITON_VENV", "VENV", "WORKERS"}
+GIVEN = {
+    "ARGS",
+    "DOCS_VENV",
+    "EXTRAS",
+    "NPU_VENV",
+    "PYTHON",
+    "RAY_VENV",
+    "RUN_EXTRAS",
+    "TRITON_VENV",
+    "VENV",
+    "WORKERS",
+}
 CHOOSE = ROOT / "tools" / "choose_python.sh"
 
 

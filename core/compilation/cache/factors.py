@@ -63,7 +63,7 @@ def compiler_packages(device: Device) -> frozenset[str]:
 
 _EXTRAS_OF_TOOLS = frozenset({"dev", "test", "tests", "docs"})
 """Extras by whose names, as they are used everywhere, their packages take no part in a trace or a kernel."""
-_EXTRAS_OF_CORE = frozenset({"conformance", "serve", "structured"})
+_EXTRAS_OF_CORE = frozenset({"conformance", "ray", "serve", "structured"})
 """Further ones of core's own distribution. A vendor's may bring kernels under such a name."""
 
 

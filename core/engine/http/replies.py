@@ -124,15 +124,17 @@ class Reply:
     async def events(self, *, usage: bool) -> AsyncIterator[bytes]:
         """Yield the chunks as server-sent events, joined where several are ready; a failure is the last event."""
         choices = self._generation.choices
-        yield b"".join(self._event([first]) for choice in choices if (first := self._first(choice)) is not None)
+        # Sent with the first text: until then a balancer may give the request to another server.
+        begin = b"".join(self._event([first]) for choice in choices if (first := self._first(choice)) is not None)
         try:
             while taken := await self._generation.take():
-                spoken = [await self._delta(*each) for each in taken if self._says_something(each[1])]
-                yield b"".join(self._event([delta]) for delta in spoken)
+                if spoken := [await self._delta(*each) for each in taken if self._says_something(each[1])]:
+                    yield begin + b"".join(self._event([delta]) for delta in spoken)
+                    begin = b""
         except ApiError as error:
-            yield _data(error.body())
+            yield begin + _data(error.body())
             return
-        yield (self._event([], usage=self._generation.usage()) if usage else b"") + DONE
+        yield begin + (self._event([], usage=self._generation.usage()) if usage else b"") + DONE
 
     def _says_something(self, outputs: list[RequestOutput]) -> bool:
         # Text may be held back; a chunk without any would be noise.

@@ -31,13 +31,18 @@ class EventStream(Response):
             self._close()
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        begun = False
         async for event in self._events:
             if event:
+                if not begun:  # until its first event, a balancer may give a request to another server
+                    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                    begun = True
                 # A client that does not read blocks only its own connection, not the engine, and only up to the
                 # time-out.
                 async with asyncio.timeout(self._timeout_s):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
+        if not begun:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import socket
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from core.engine.replicas.replica import Replica, ServerCommand
+from core.engine.replicas.messages import ServerCommand
 from core.errors import CoreError, UsageError
 
 log = logging.getLogger("core.serve")
 
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 30.0
+_CONNECT_S = 5.0
 _INGRESSES = 2
 """So that one may be lost; what it has open is lost with it."""
 _OPEN = 10_000
@@ -57,17 +61,14 @@ def serve_replicas(plan: Plan) -> None:
         _connect(ray, plan)
         signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # Ray's processes began without: they end by signals
         try:
-            serve.start(http_options={"host": plan.host, "port": plan.port, "location": "EveryNode"})
-            try:
-                serve.run(_application(serve, plan), name=plan.name, route_prefix="/", blocking=False)
-            except RuntimeError as error:  # Ray's own words hold those of the replica
-                remedy = "see why the same core serve fails without --ray, on a host of the cluster"
-                raise CoreError("core serve --ray", found=str(error), remedy=remedy) from error
-            shown = {"url": f"http://{plan.host}:{plan.port}", "replicas": plan.replicas, "nodes": len(ray.nodes())}
+            alone = _serve(serve, plan)
+            shown = {"url": _url(plan), "replicas": plan.replicas, "nodes": len(ray.nodes())}
             log.info("serving", extra={"fields": shown})
             received = signal.Signals(signal.sigwait(ending))
             log.info("draining", extra={"fields": {"signal": received.name}})
             serve.delete(plan.name)
+            if alone:
+                serve.shutdown()  # else its listener keeps the port that this command was given
         finally:
             ray.shutdown()
     finally:
@@ -77,6 +78,7 @@ def serve_replicas(plan: Plan) -> None:
 def _connect(ray: Any, plan: Plan) -> None:
     """Reach the cluster, and check that it has room."""
     asked = f"core serve --ray on {plan.address or 'a cluster of this machine'}"
+    _check_address(asked, plan.address or os.environ.get("RAY_ADDRESS", ""))
     try:
         ray.init(address=plan.address, log_to_driver=True, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -93,8 +95,45 @@ def _connect(ray: Any, plan: Plan) -> None:
             )
 
 
+def _serve(serve: Any, plan: Plan) -> bool:
+    """Start the application; tell whether it is the only one, so that Ray Serve itself may end with it."""
+    serve.start(http_options={"host": plan.host, "port": plan.port, "location": "EveryNode"})
+    alone = not serve.status().applications
+    try:
+        serve.run(_application(serve, plan), name=plan.name, route_prefix="/", blocking=False)
+    except RuntimeError as error:  # Ray's own words hold those of the replica
+        remedy = "see why the same core serve fails without --ray, on a host of the cluster"
+        raise CoreError("core serve --ray", found=str(error), remedy=remedy) from error
+    try:
+        urllib.request.urlopen(f"{_url(plan)}/-/healthz", timeout=_CONNECT_S).close()
+    except OSError as error:
+        serve.delete(plan.name)
+        raise UsageError(
+            f"core serve --ray on {_url(plan)}",
+            found=f"{error}; Ray Serve ran there already, for others, and listens where they wanted",
+            remedy="give its own --host and --port, or end it by `serve shutdown`",
+        ) from error
+    return alone
+
+
+def _url(plan: Plan) -> str:
+    return f"http://[{plan.host}]:{plan.port}" if ":" in plan.host else f"http://{plan.host}:{plan.port}"
+
+
+def _check_address(asked: str, address: str) -> None:
+    """Raise `UsageError` where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto", or a form of Ray's own
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except OSError as error:
+        raise UsageError(asked, found=str(error), remedy="name the address of a running cluster") from None
+
+
 def _application(serve: Any, plan: Plan) -> Any:
     from core.engine.replicas.ingress import Ingress
+    from core.engine.replicas.replica import Replica
 
     own = dict(plan.resources)
     options = {"num_cpus": own.pop("CPU", 0.0), "num_gpus": own.pop("GPU", 0.0), "resources": own}

@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
 from core.engine.http.errors import ApiError
-from core.engine.replicas.replica import Asked, Head, ReplicaLostError
+from core.engine.replicas.messages import Asked, Head, ReplicaLostError
 
 log = logging.getLogger("core.serve")
 

@@ -4,53 +4,16 @@ from __future__ import annotations
 
 import http
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterable
 
 import aiohttp
 
+from core.engine.replicas.messages import Asked, Head, ReplicaLostError, ServerCommand
 from core.engine.replicas.process import ServerProcess
 
 _CONNECT_S, _HEALTH_S = 5.0, 20.0
 _OWN = frozenset({"connection", "content-length", "date", "host", "keep-alive", "server", "transfer-encoding"})
 """Headers of one connection, or of one server: the next has its own."""
-
-
-class ReplicaLostError(Exception):
-    """The server of a replica is gone, or went in the middle of an answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, as any replica may get it."""
-
-    method: str
-    #: Path and query, as the client wrote them.
-    target: str
-    headers: tuple[tuple[str, str], ...]
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What comes before the body of an answer."""
-
-    status: int
-    headers: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerCommand:
-    """What a replica starts."""
-
-    #: Of `core serve`, `--host` and `--port` among them.
-    arguments: Sequence[str]
-    #: Variables beside those of the replica's process.
-    environment: Mapping[str, str]
-    #: Where it runs, so that relative paths mean what they meant to the user; each host must have it.
-    folder: Path
-    drain_timeout_s: float
 
 
 class Replica:

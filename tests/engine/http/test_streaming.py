@@ -67,6 +67,22 @@ def test_a_client_that_leaves_or_reads_no_further_closes_the_stream(client: dict
     asyncio.run(run())
 
 
+def test_nothing_is_sent_before_the_first_event() -> None:
+    async def none() -> AsyncIterator[bytes]:
+        yield b""
+        raise RuntimeError("a fault")
+
+    async def run() -> None:
+        client = Client()
+        with pytest.raises(RuntimeError, match="a fault"):
+            await EventStream(none(), lambda: None, timeout_s=1)({}, client.receive, client.send)
+        assert client.got == []
+        assert await stream(client, 0) == 1
+        assert [each["type"] for each in client.got] == ["http.response.start", "http.response.body"]
+
+    asyncio.run(run())
+
+
 def test_a_fault_of_the_events_closes_the_stream_and_is_not_lost() -> None:
     async def faulty() -> AsyncIterator[bytes]:
         yield b"data: 1\n\n"

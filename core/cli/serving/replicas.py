@@ -57,10 +57,14 @@ def serve_by_replicas(
 ) -> int:
     """Serve until a signal; return the exit code."""
     least, most = _range(replicas)
+    if config.port == 0:
+        raise UsageError("--port 0 with --ray", found="Ray Serve takes a port by its number", remedy="name one")
     wanted = {"CPU": float(tp or 1)} | dict(map(_resource, resources))
     try:
+        import ray  # noqa: F401  # with aiohttp, which the replicas need
+
         from core.engine.replicas.cluster import Plan, serve_replicas
-        from core.engine.replicas.replica import ServerCommand
+        from core.engine.replicas.messages import ServerCommand
     except ModuleNotFoundError as error:
         from core.host.distributions.installing import pip_install
 

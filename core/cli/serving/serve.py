@@ -37,7 +37,7 @@ from core.cli.model_argument import (
 )
 from core.cli.output import status
 from core.cli.ranks import EXPERTS, TP, TP_TIMEOUT, check_experts, run_on_ranks, tried
-from core.cli.replicas import ADDRESS, RAY, REPLICAS, RESOURCE, check_ray, serve_by_replicas
+from core.cli.serving.replicas import ADDRESS, RAY, REPLICAS, RESOURCE, check_ray, serve_by_replicas
 from core.common.collector import importing
 from core.errors import UsageError
 

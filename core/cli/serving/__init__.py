@@ -1,0 +1,1 @@
+"""`core serve`: by one server, or by replicas."""
