@@ -58,6 +58,7 @@ SETS = (
     ),
     Extras(names="hf,serve", why="these packages are in the set above, there pinned"),
     Extras(names="hf,cuda", why="these packages are in the set above, there pinned"),
+    Extras(names="hf,serve,ray", why="make test-ray installs it and serves by it"),
     Extras(
         names="hf,npu", why="torch_npu stops `import torch` without an NPU's runtime; make test-npu-sim installs it"
     ),
