@@ -91,11 +91,17 @@ def test_phases_have_buckets_of_their_own() -> None:
 
 @pytest.mark.parametrize(
     "entry",
-    [0, -1, 2.0, "8", True, {}, {"tokens": 0, "seqs": 1}, {"tokens": 8}, {"tokens": 8, "seqs": 2, "other": 1}, 8],
+    [0, -1, 2.0, "8", True, {}, {"tokens": 8}, {"tokens": 8, "seqs": 2, "other": 1}, 8],
 )
 def test_a_bucket_that_does_not_fit_the_inputs_is_refused(entry: Any) -> None:
     with refused(UsageError, f"bucket {entry!r} of phase 'main'", "tokens, seqs", "{'tokens': 8, 'seqs': 8}"):
         BucketTable.build(BOTH, [entry])
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, "8", True])
+def test_a_bucket_whose_size_is_none_is_refused(size: Any) -> None:
+    with refused(UsageError, "of phase 'main'", "a whole number above 0", "{'tokens': 8, 'seqs': 8}"):
+        BucketTable.build(BOTH, [{"tokens": size, "seqs": 1}])
 
 
 @pytest.mark.parametrize("entry", [0, 2.5, "8", True, {"n": 8}])
@@ -111,9 +117,7 @@ def test_buckets_without_dimensions_are_refused_and_the_reverse() -> None:
         BucketTable.build({"x": TOKENS}, None)
 
 
-@pytest.mark.parametrize(
-    "buckets", [[], {"decode": []}, {"tokens": 8}, 8, {"decode": iter([8])}], ids=["[]", "phase", "flat", "int", "iter"]
-)
+@pytest.mark.parametrize("buckets", [[], {"decode": []}, 8, {"decode": iter([8])}], ids=["[]", "phase", "int", "iter"])
 def test_what_is_no_list_of_buckets_is_refused(buckets: Any) -> None:
     with refused(UsageError, "buckets", "not a list of at least one bucket", "{'decode': [8, 16]}"):
         BucketTable.build({"x": TOKENS}, buckets)
