@@ -24,7 +24,7 @@ def made_of(cls: type[_T], given: Any, asked: str) -> _T:
         raise UsageError(
             f"{asked}={given!r}",
             found=f"{type(given).__name__}, neither a core.{cls.__name__} nor a mapping of its fields",
-            remedy=f"write it like core.{cls.__name__}(…)",
+            remedy=f"write it like {asked}=core.{cls.__name__}(…)",
         )
     known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
     check_names(given, known, f"of core.{cls.__name__}")
