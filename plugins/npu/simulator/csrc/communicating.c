@@ -16,7 +16,7 @@ aclError sim_begin_exchange(const Task *task, const Executor *executor)
     running = sim_comm_named(executor->group);
     turn = task->ticket;
     if (!running) return sim_fail(ACL_ERROR_RT_PARAM_INVALID, "%s: no communicator %s", executor->name, executor->group);
-    return running->failed ? sim_comm_fail(running, "-") : 0;
+    return running->failed ? sim_comm_error(running) : 0;
 }
 
 /* A rank that has not exchanged would leave the others waiting. */
@@ -58,7 +58,7 @@ EXPORT int ascend_sim_exchange(const char *name, const void *payload, uint64_t b
         nanosleep(&(struct timespec){.tv_nsec = POLL_NS}, NULL);
         sim_lock();
     }
-    if (!code && comm->failed) code = sim_comm_fail(comm, "-");
+    if (!code && comm->failed) code = sim_comm_error(comm);
     for (uint32_t rank = 0; !code && rank < comm->size; rank++)
         memcpy(gathered + rank * bytes, sim_slot(comm, rank, turn), bytes);
     sim_unlock();

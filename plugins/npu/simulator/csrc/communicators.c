@@ -63,7 +63,9 @@ EXPORT HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootInfo *
     sim_log("communicator", comm->name, -1, -1, size);
     if (code) {
         sim_fail(ACL_ERROR_RT_INTERNAL_ERROR, "HCCL communicator %s: %s", comm->name,
-                 code == HCCL_E_TIMEOUT ? "not all ranks have joined in time" : "rank 0's memory can't be opened");
+                 code == HCCL_E_TIMEOUT ? "not all ranks have joined in time"
+                 : code == HCCL_E_PARA  ? "another process has joined as this rank"
+                                        : "rank 0's memory can't be opened");
         sim_comm_release(comm);
     } else {
         if (size > 1) sim_start_progress();

@@ -46,6 +46,12 @@ static double now(void)
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
+aclError sim_comm_error(const Comm *comm)
+{
+    return sim_fail(ACL_ERROR_RT_INTERNAL_ERROR, "HCCL communicator %s, rank %u of %u: %s", comm->name, comm->rank,
+                    comm->size, comm->failed);
+}
+
 /* The communicator can't be used any more; the other ranks see it too. */
 aclError sim_comm_fail(Comm *comm, const char *format, ...)
 {
@@ -58,8 +64,7 @@ aclError sim_comm_fail(Comm *comm, const char *format, ...)
         comm->failed = strdup(text);
         sim_rank_state(comm, comm->rank)->failed = 1;
     }
-    return sim_fail(ACL_ERROR_RT_INTERNAL_ERROR, "HCCL communicator %s, rank %u of %u: %s", comm->name, comm->rank,
-                    comm->size, comm->failed);
+    return sim_comm_error(comm);
 }
 
 /* ---- joining and leaving. Locks belong to an opened file (F_OFD_…), which a process has for itself. */

@@ -178,6 +178,12 @@ bool sim_others_wait_for(const Stream *stream)
     return false;
 }
 
+/* The rank whose tensor this one receives as it is. */
+static uint32_t sender_to(const Comm *comm, const struct Collective *given)
+{
+    return !strcmp(given->posted.name, "HcclRecv") ? 1 - comm->rank : (uint32_t)given->posted.root;
+}
+
 /* The bytes that this rank receives go to `receive`, which no other rank reads. */
 static aclError receive(const Comm *comm, const struct Collective *given, uint64_t ticket)
 {
@@ -197,16 +203,14 @@ static aclError receive(const Comm *comm, const struct Collective *given, uint64
         for (uint32_t rank = 0; rank < comm->size; rank++)
             memcpy((char *)given->receive + rank * part, slots[rank], part);
     else
-        memcpy(given->receive, slots[given->send || comm->size == 1 ? comm->rank
-                                     : !strcmp(given->posted.name, "HcclRecv") ? 1 - comm->rank
-                                                                               : (uint32_t)given->posted.root], size);
+        memcpy(given->receive, slots[sender_to(comm, given)], size);
     return 0;
 }
 
 aclError sim_run_collective(const Task *task)
 {
     Comm *comm = task->collective->comm;
-    if (comm->failed) return sim_comm_fail(comm, "-");
+    if (comm->failed) return sim_comm_error(comm);
     sim_log("run", task->collective->posted.name, -1, -1, 0);
     aclError code = receive(comm, task->collective, task->ticket);
     comm->done = task->ticket;

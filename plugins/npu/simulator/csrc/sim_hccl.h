@@ -60,6 +60,7 @@ HcclResult sim_join(Comm *comm, int32_t process, int32_t file);
 void sim_leave(Comm *comm);
 void sim_announce(Comm *comm, uint64_t ticket, const Posted *posted, const void *payload, size_t size);
 bool sim_all_posted(Comm *comm, uint64_t ticket);
+aclError sim_comm_error(const Comm *comm);  /* tells again why it has failed */
 aclError sim_comm_fail(Comm *comm, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* ---- arithmetic (reduce.c) */
