@@ -53,7 +53,7 @@ SCHEMAS = (
     "npu_transpose_batchmatmul(Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, "
     "int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1) -> Tensor",
 )
-_UNCOMPUTED = (
+UNCOMPUTED = (
     'npu_mm_all_reduce_base(Tensor x1, Tensor x2, str hcom, *, str reduce_op="sum", Tensor? bias=None, '
     "Tensor? antiquant_scale=None, Tensor? antiquant_offset=None, Tensor? x3=None, Tensor? dequant_scale=None, "
     "Tensor? pertoken_scale=None, Tensor? comm_quant_scale_1=None, Tensor? comm_quant_scale_2=None, "
@@ -85,7 +85,7 @@ def install() -> torch.library.Library:
         if not hasattr(torch.ops.npu, name):
             defined.define(schema)
             torch.library.register_fake(f"npu::{name}", _fake(name, schema), lib=defined)
-    for schema in _UNCOMPUTED:
+    for schema in UNCOMPUTED:
         if not hasattr(torch.ops.npu, schema.partition("(")[0]):
             defined.define(schema)
     register_references()
