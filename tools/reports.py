@@ -248,7 +248,7 @@ def main(
                 subprocess.run(command, cwd=ROOT, env=environment(Path(folder)), check=True)
             else:
                 own = [sys.executable]
-                launched = [str(npu_python), _LAUNCHER, "--", str(npu_python)]
+                launched = [str(npu_python), _LAUNCHER, "--devices", "2", "--", str(npu_python)]
                 run_suite(name, launched if name == SIMULATED else own, Path(folder))
     with timed("pages"), tempfile.TemporaryDirectory() as folder:
         write_pages(Path(folder))

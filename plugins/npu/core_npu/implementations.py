@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.common.ops.implementation import OpImplementation
-from core_npu.ops import activation, attention, linear, moe, norm, quantize, rotary
+from core_npu.ops import activation, attention, collective, linear, moe, norm, quantize, rotary
 
 __all__ = ["IMPLEMENTATIONS"]
 
@@ -27,5 +27,7 @@ IMPLEMENTATIONS = tuple(
         ("weight_only_linear", linear.weight_only_linear, linear.weight_only_condition),
         ("moe_route", moe.moe_route, moe.moe_route_condition),
         ("grouped_mlp", moe.grouped_mlp, moe.grouped_mlp_condition),
+        ("linear_reduce_scatter", collective.linear_reduce_scatter, collective.linear_condition),
+        ("all_gather_linear", collective.all_gather_linear, collective.linear_condition),
     )
 )

@@ -55,6 +55,9 @@ class NPUGraphs:
 
     def begin(self, pool: Any) -> Any:
         """Begin to capture the current stream."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # HCCL has streams of its own, and a capture may not take in a stream with work left.
+            self.synchronize()
         graph = _npu().NPUGraph()
         # By keyword: the order of arguments differs from that of other devices' graphs. "thread_local": another thread
         # may allocate or copy without ruining this capture; under "global" it fails with 107030.

@@ -23,6 +23,7 @@ SOURCES = Path(__file__).parent / "csrc"
 CACHE = Path(__file__).resolve().parents[3] / ".cache" / "npu-sim"
 RUNTIME_LIBRARY = "libascendcl.so"
 KERNEL_LIBRARY = "libopapi.so"
+HCCL_TYPES = "third_party/hccl/inc/hccl/hccl_types.h"
 TOOLS = ("gcc", "nm", "readelf")
 # Opened by name at run time, so no list of needed libraries has them.
 OPENED_LATER = (KERNEL_LIBRARY, "libnnopbase.so")
@@ -157,9 +158,10 @@ def _symbols(path: Path, which: str, kind: str = "") -> set[str]:
 
 
 def _compile(wheel: Path, wanted: Wanted, work: Path, into: Path) -> None:
+    _write(work / "hccl_types.h", _as_c((wheel / "include" / HCCL_TYPES).read_text(encoding="utf-8")))
     objects = [work / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.c"))]
     for target in objects:
-        include = [f"-I{wheel}/include", f"-I{SOURCES}"]
+        include = [f"-I{wheel}/include", f"-I{SOURCES}", f"-I{work}"]
         # The wheel's headers mark some enumerators deprecated in a way that gcc warns about wherever they are included.
         warnings = ["-Wall", "-Wextra", "-Wno-attributes", "-Werror=implicit-function-declaration"]
         flags = ["-std=gnu11", "-fPIC", "-O1", "-fexceptions", "-fvisibility=hidden"]
@@ -180,6 +182,11 @@ def _compile(wheel: Path, wanted: Wanted, work: Path, into: Path) -> None:
     for name in ("runtime", "compiler", "opp"):
         (into / name).mkdir()
     (into / "lib64").symlink_to(".")
+
+
+def _as_c(header: str) -> str:
+    """Return a header in which constants of C++ are constants of C too, so that they may be sizes of arrays."""
+    return re.sub(r"const u?int\d+_t (\w+)\s*=\s*(\w+);", r"enum { \1 = \2 };", header)
 
 
 def _link(target: Path, inputs: list[Path | str]) -> None:

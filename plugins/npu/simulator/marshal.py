@@ -7,6 +7,7 @@ A kernel is a function of its arguments in the order of the C prototype of aclnn
     A list of ints  B list of bools     R list of floats  C string (char *)
     I int64         i int32 or an enum  h int8            b bool
     D double        F float         P bytes: a struct of parameters
+    G the name of a communicator, by which the kernel exchanges with other ranks (kernels/communicating.py)
 
 A null object arrives as None. Tensors are views of the device's memory: a kernel writes its outputs in place. One that
 finds the size of an output itself fills the beginning of its memory and returns {index of the argument: its shape}.
@@ -167,7 +168,7 @@ _OBJECT_READERS: dict[str, Callable[[int], Any]] = {
     "B": partial(_values, ctypes.c_bool),
     "R": partial(_values, ctypes.c_float),
     "P": _bytes,
-    "C": lambda address: ctypes.string_at(address).decode(),
+    **dict.fromkeys("CG", lambda address: ctypes.string_at(address).decode()),
 }
 _READERS: dict[str, Callable[[int], Any]] = {
     **_OBJECT_READERS,

@@ -110,7 +110,7 @@ def kernels(*kinds: str) -> list[str]:
     """Return the names of kernels launched since clear(), in order; kinds: launch, capture, update, run (default: all
     three kinds of launches)."""
     wanted = kinds or _LAUNCHES
-    return [event.name for event in log() if event.kind in wanted and event.name.startswith(("acl", "Atb"))]
+    return [event.name for event in log() if event.kind in wanted and event.name.startswith(("acl", "Atb", "Hccl"))]
 
 
 def not_computed() -> Counter[str]:

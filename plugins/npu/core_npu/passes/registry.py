@@ -12,6 +12,7 @@ from core.common.passes import Pass
 from core_npu.passes.cleanup.copies import ERASE_COPIES
 from core_npu.passes.cleanup.multiply_add import FUSE_MULTIPLY_ADD
 from core_npu.passes.cleanup.scales import FOLD_DOUBLE_RECIPROCAL
+from core_npu.passes.linear.all_reduce import FUSE_LINEAR_ALL_REDUCE
 from core_npu.passes.linear.transpose_matmul import FUSE_TRANSPOSE_BATCHMATMUL
 from core_npu.passes.mlp.swiglu_quantize import FUSE_SWIGLU_DYNAMIC_QUANT
 from core_npu.passes.norm.add_rms_norm import FUSE_ADD_RMS_NORM
@@ -39,6 +40,7 @@ PASSES: tuple[Pass, ...] = (
     FUSE_SWIGLU_DYNAMIC_QUANT,
     FUSE_MULTIPLY_ADD,
     FUSE_TRANSPOSE_BATCHMATMUL,
+    FUSE_LINEAR_ALL_REDUCE,
 )
 NEEDED: Mapping[str, str] = MappingProxyType(
     {
@@ -50,6 +52,7 @@ NEEDED: Mapping[str, str] = MappingProxyType(
         FUSE_RMS_NORM_QUANT.name: "npu_rms_norm_quant",
         FUSE_SWIGLU_DYNAMIC_QUANT.name: "npu_dequant_swiglu_quant",
         FUSE_TRANSPOSE_BATCHMATMUL.name: "npu_transpose_batchmatmul",
+        FUSE_LINEAR_ALL_REDUCE.name: "npu_mm_all_reduce_base",
     }
 )
 """The op of torch_npu that each pass makes; one that is not listed makes none."""

@@ -72,7 +72,7 @@ void sim_executor_release(Executor *executor)
         char letter = executor->spec[i];
         if (letter == 'D' || letter == 'F') continue;
         if (strchr(OBJECT_LETTERS, letter)) sim_destroy((void *)executor->words[word]);
-        if (letter == 'C') free((void *)executor->words[word]);
+        if (letter == 'C' || letter == 'G') free((void *)executor->words[word]);
         word++;
     }
     free(executor);
@@ -138,8 +138,9 @@ aclError sim_prepare_call(const char *name, const int64_t *words, const double *
         if (*letter == 'D' || *letter == 'F') continue;
         int64_t given = words[executor->num_words];
         executor->words[executor->num_words++] = strchr(OBJECT_LETTERS, *letter) ? (int64_t)sim_copy((void *)given)
-                                                 : *letter == 'C' && given ? (int64_t)strdup((char *)given)
-                                                                           : given;
+                                                 : strchr("CG", *letter) && given ? (int64_t)strdup((char *)given)
+                                                                                  : given;
+        if (*letter == 'G') executor->group = (char *)executor->words[executor->num_words - 1];
     }
     sim_unlock();
     *made = executor;

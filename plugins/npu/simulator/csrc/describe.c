@@ -4,8 +4,13 @@
 static const char *kind_name(TaskKind kind)
 {
     static const char *const names[] = {"kernel",     "copy",        "fill",   "record",    "wait",
-                                        "value_wait", "value_write", "update", "host_call", "graph_end"};
+                                        "value_wait", "value_write", "update", "collective", "host_call", "graph_end"};
     return names[kind];
+}
+
+static const char *name_of(const Task *node)
+{
+    return node->executor ? node->executor->name : node->collective ? sim_collective_name(node->collective) : "";
 }
 
 EXPORT aclError aclmdlRIDebugJsonPrint(aclmdlRI handle, const char *path, uint32_t flags)
@@ -18,7 +23,7 @@ EXPORT aclError aclmdlRIDebugJsonPrint(aclmdlRI handle, const char *path, uint32
     fprintf(file, "[");
     for (const Task *node = graph->first; node; node = node->next)
         fprintf(file, "%s\n  {\"kind\": \"%s\", \"name\": \"%s\", \"stream\": %d, \"group\": %d}",
-                node == graph->first ? "" : ",", kind_name(node->kind), node->executor ? node->executor->name : "",
+                node == graph->first ? "" : ",", kind_name(node->kind), name_of(node),
                 node->stream_id, node->group);
     fprintf(file, "\n]\n");
     fclose(file);
@@ -31,7 +36,7 @@ EXPORT aclError aclmdlRIDebugPrint(aclmdlRI handle)
     ENTER("aclmdlRIDebugPrint");
     for (const Task *node = graph->first; node; node = node->next)
         fprintf(stderr, "graph %d: %s %s stream %d group %d\n", graph->id, kind_name(node->kind),
-                node->executor ? node->executor->name : "", node->stream_id, node->group);
+                name_of(node), node->stream_id, node->group);
     LEAVE(0);
 }
 

@@ -82,6 +82,7 @@ aclError sim_capture_task(Stream *stream, const Task *task)
     node->group = stream->group;
     node->stream_id = stream->id;
     if (node->executor) node->executor->references++;
+    sim_collective_retain(node->collective);
     *graph->end = node;
     graph->end = &node->next;
     graph->num_tasks++;
@@ -220,6 +221,7 @@ void sim_graph_release(Graph *graph)
         Task *node = graph->first;
         graph->first = node->next;
         if (node->executor) sim_executor_release(node->executor);
+        sim_collective_release(node->collective);
         free(node);
     }
     graph->destroyed = true;  /* the structure stays: events and group handles may still name it */
@@ -262,9 +264,7 @@ static aclError replay(Graph *graph, Stream *stream)
     }
     sim_push(stream, &(Task){.kind = TASK_GRAPH_END, .graph = graph});
     sim_settle();
-    code = stream->error;
-    stream->error = 0;
-    return code;
+    return sim_take_error(stream);
 }
 
 EXPORT aclError aclmdlRIExecuteAsync(aclmdlRI handle, aclrtStream stream)

@@ -76,6 +76,7 @@ typedef struct Executor {
     int64_t words[MAX_WORDS];
     double doubles[MAX_DOUBLES];
     int num_words, references;
+    const char *group;  /* the word with letter G: the communicator by which it exchanges with other ranks, or NULL */
 } Executor;
 
 /* ---- tasks */
@@ -88,6 +89,7 @@ typedef enum {
     TASK_VALUE_WAIT,
     TASK_VALUE_WRITE,
     TASK_UPDATE,
+    TASK_COLLECTIVE,
     TASK_HOST_CALL,
     TASK_GRAPH_END,
 } TaskKind;
@@ -107,7 +109,8 @@ typedef struct Task {
     uint64_t value;        /* FILL, VALUE_* */
     uint32_t flag;         /* VALUE_WAIT: how to compare */
     Event *event;          /* RECORD, WAIT */
-    uint64_t ticket;       /* RECORD, WAIT: which record of the event */
+    uint64_t ticket;       /* RECORD, WAIT: which record of the event; what exchanges with ranks: its turn */
+    struct Collective *collective;  /* COLLECTIVE */
     void (*call)(void *);  /* HOST_CALL */
     int group;             /* in a graph: the task group it belongs to, 0 for none */
     int stream_id;         /* in a graph: the stream it was captured from */
@@ -151,6 +154,7 @@ struct Stream {
     bool busy;                       /* one of its tasks is running, on the thread below */
     pthread_t runner;
     aclError error;                  /* of a task that failed, told at the next synchronization */
+    char error_text[512];
     Graph *capture;
     int slot;                        /* its place in capture->joined */
     int clock[MAX_FORK];
@@ -174,6 +178,7 @@ void sim_push(Stream *stream, const Task *task);
 bool sim_step(Stream *only);
 aclError sim_settle(void);
 aclError sim_drain(Stream *stream);
+aclError sim_take_error(Stream *stream);
 int sim_count_streams(void);
 
 /* ---- graphs (graphs.c) */
@@ -187,6 +192,19 @@ int sim_count_graph_streams(void);
 void sim_graph_release(Graph *graph);
 void sim_capture_invalidate(Graph *graph, const char *why);
 bool sim_capturing(int device);
+
+/* ---- collectives of HCCL (hccl.c), and kernels that exchange with other ranks (communicating.c) */
+void sim_collective_retain(struct Collective *collective);   /* these two take NULL */
+void sim_collective_release(struct Collective *collective);
+const char *sim_collective_name(const struct Collective *collective);
+void sim_collective_pushed(Task *task);             /* gives it its turn, where it exchanges with other ranks */
+bool sim_collective_blocked(const Task *task);
+bool sim_waits_for_ranks(const Task *task);         /* NULL: no task */
+bool sim_others_wait_for(const Stream *stream);
+void sim_start_progress(void);                      /* streams.c */
+aclError sim_run_collective(const Task *task);
+aclError sim_begin_exchange(const Task *task, const Executor *executor);
+aclError sim_end_exchange(const Executor *executor, aclError code);
 
 /* ---- kernels (aclnn.c) */
 aclError sim_run_kernel(Executor *executor);   /* drops the lock while the handler runs */
@@ -211,6 +229,7 @@ int64_t sim_setting(const char *name, int64_t otherwise);
 /* ---- log, errors, injected failures (observe.c) */
 void sim_log(const char *kind, const char *name, int stream, int graph, int64_t value);
 aclError sim_fail(aclError code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+void ascend_sim_set_message(const char *text);
 aclError sim_injected(const char *function);   /* the failure asked for, 0 where none is */
 
 /* Every public function begins with one of these: lock, then fail if a test asked for it or no device is there. */

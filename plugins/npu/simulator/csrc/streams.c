@@ -12,6 +12,7 @@ pthread_mutex_t sim_mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t progress = PTHREAD_COND_INITIALIZER;
 Stream *sim_streams;
 static int last_stream;
+#define RANK_POLL_NS 50000
 
 void sim_lock(void)
 {
@@ -134,12 +135,14 @@ static void task_free(Task *task)
     if (task->kind == TASK_RECORD || task->kind == TASK_WAIT) event_release(task->event);
     if (task->kind == TASK_GRAPH_END) task->graph->in_flight--;
     if (task->graph) sim_graph_release(task->graph);
+    sim_collective_release(task->collective);
     free(task);
 }
 
 static bool blocked(const Task *task)
 {
     if (task->kind == TASK_WAIT) return task->event->done < task->ticket;
+    if (task->kind == TASK_COLLECTIVE || task->kind == TASK_KERNEL) return sim_collective_blocked(task);
     if (task->kind != TASK_VALUE_WAIT) return false;
     uint64_t seen;
     memcpy(&seen, task->destination, sizeof seen);
@@ -159,7 +162,12 @@ static aclError run(Task *task)
         return sim_fail(ACL_ERROR_RT_DEVICE_MEM_ERROR, "a task writes %zu bytes to freed memory at %p", needed,
                         task->destination);
     switch (task->kind) {
-        case TASK_KERNEL: return sim_run_kernel(task->node ? task->node->executor : task->executor);
+        case TASK_KERNEL: {
+            Executor *executor = task->node ? task->node->executor : task->executor;
+            aclError code = sim_begin_exchange(task, executor);
+            return sim_end_exchange(executor, code ? code : sim_run_kernel(executor));
+        }
+        case TASK_COLLECTIVE: return sim_run_collective(task);
         case TASK_COPY:
             if (task->size && !sim_is_known_memory(task->source, task->size))
                 return sim_fail(ACL_ERROR_RT_DEVICE_MEM_ERROR, "a copy reads %zu bytes of freed memory at %p",
@@ -197,7 +205,10 @@ static bool step(Stream *stream)
     stream->busy = true;
     stream->runner = pthread_self();
     aclError code = run(task);
-    if (code && !stream->error) stream->error = code;
+    if (code && !stream->error) {
+        stream->error = code;
+        snprintf(stream->error_text, sizeof stream->error_text, "%s", aclGetRecentErrMsg());
+    }
     task_free(task);
     stream->busy = false;
     pthread_cond_broadcast(&progress);
@@ -220,14 +231,17 @@ void sim_push(Stream *stream, const Task *task)
     if (queued->executor) queued->executor->references++;
     if (queued->event) queued->event->references++;
     if (queued->graph) queued->graph->references++;
+    sim_collective_retain(queued->collective);
+    sim_collective_pushed(queued);
     *stream->end = queued;
     stream->end = &queued->next;
 }
 
-static aclError take_error(Stream *stream)
+aclError sim_take_error(Stream *stream)
 {
     aclError code = stream->error;
     stream->error = 0;
+    if (code) ascend_sim_set_message(stream->error_text);  /* another thread may have run the task */
     return code;
 }
 
@@ -246,7 +260,7 @@ aclError sim_issue(Stream *stream, Task task)
     if (stream->capture) return sim_capture_task(stream, &task);
     sim_push(stream, &task);
     sim_settle();
-    return take_error(stream);
+    return sim_take_error(stream);
 }
 
 /* ---- waiting */
@@ -265,7 +279,7 @@ static bool unblock(Stream *stream, int depth)
         for (Stream *other = sim_streams; other; other = other->next)
             if (other->id == task->event->recorded_on && other != stream)
                 return step(other) || unblock(other, depth + 1);
-    return sim_step(NULL);
+    return !sim_waits_for_ranks(task) && sim_step(NULL);
 }
 
 static int wait_for_progress(const struct timespec *until)
@@ -280,10 +294,26 @@ static int wait_for_progress(const struct timespec *until)
     return result;
 }
 
-/* Give other threads the time that the test allows to issue what a blocked stream waits for. */
+static bool other_ranks_are_due(void)
+{
+    for (Stream *stream = sim_streams; stream; stream = stream->next)
+        if (sim_waits_for_ranks(stream->first)) return true;
+    return false;
+}
+
+/* Give other threads the time that the test allows to issue what a blocked stream waits for, and other ranks the time
+ * that HCCL allows: a collective that takes longer fails, and is blocked no more. */
 static bool wait_for_others(void)
 {
     int64_t patience_ms = sim_setting("ASCEND_SIM_WAIT_MS", 0);
+    if (other_ranks_are_due()) {
+        struct timespec soon;
+        clock_gettime(CLOCK_REALTIME, &soon);
+        soon.tv_nsec += RANK_POLL_NS;
+        if (soon.tv_nsec >= 1000000000) soon.tv_sec++, soon.tv_nsec -= 1000000000;
+        wait_for_progress(&soon);
+        return true;
+    }
     if (someone_else_runs()) return wait_for_progress(NULL) == 0;
     if (patience_ms <= 0) return false;
     struct timespec until;
@@ -326,7 +356,35 @@ aclError sim_drain(Stream *stream)
         if (step(stream) || !stream->first || unblock(stream, 0) || wait_for_others()) continue;
         return deadlock(stream);
     }
-    return take_error(stream);
+    return sim_take_error(stream);
+}
+
+/* Other ranks wait for this one's tasks, whatever its program does: a device runs them, here a thread does. Under the
+ * lazy schedule it runs no more than the collectives that others have posted wait for. */
+static void *progress_for_ranks(void *unused)
+{
+    (void)unused;
+    for (;;) {
+        bool moved = false;
+        sim_lock();
+        for (Stream *stream = sim_streams; stream && !moved; stream = stream->next) {
+            bool due = lazy() ? sim_others_wait_for(stream) : stream->first != NULL;
+            moved = due && !stream->busy && (step(stream) || (lazy() && unblock(stream, 0)));
+        }
+        sim_unlock();
+        if (!moved) nanosleep(&(struct timespec){.tv_nsec = RANK_POLL_NS}, NULL);
+    }
+    return NULL;
+}
+
+void sim_start_progress(void)
+{
+    static bool started;
+    pthread_t thread;
+    if (!started && !pthread_create(&thread, NULL, progress_for_ranks, NULL)) {
+        pthread_detach(thread);
+        started = true;
+    }
 }
 
 static aclError synchronize_stream(aclrtStream handle)

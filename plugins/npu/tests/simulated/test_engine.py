@@ -146,8 +146,9 @@ def test_an_engine_whose_streams_run_out_serves_with_what_it_has(npu: Device) ->
         assert not report.fallbacks
 
 
-def test_a_second_start_comes_from_the_compile_cache(npu: Device) -> None:
+def test_a_second_start_comes_from_the_compile_cache(npu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch_npu puts its functions in the place of torch's; the cache counts it by its version."""
+    monkeypatch.setenv("CORE_CACHE", "1")
     params, found = SamplingParams(max_new_tokens=4, ignore_eos=True), []
     for state in ("miss", "hit"):
         with Engine(built(npu, "llama"), npu, config("full")) as engine:

@@ -91,7 +91,7 @@ def on_npu(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_stand_ins_have_the_schemas_of_torch_npu() -> None:
-    for text in npu_library.SCHEMAS:
+    for text in (*npu_library.SCHEMAS, *npu_library.UNCOMPUTED):
         name = text.partition("(")[0]
         assert torch._C.parse_schema(f"npu::{text}") == getattr(ops, name).default._schema
 
@@ -307,6 +307,8 @@ def test_multiplied_scales_and_given_eps_reach_the_kernel() -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_references_agree_with_the_kernels(dtype: torch.dtype) -> None:
     for declared in PASSES:
+        if declared.guards.world_size[0] > 1:
+            continue  # test_ranks.py
         assert declared.examples is not None
         for module, args in declared.examples():
             inputs = [value.to(dtype) if value.is_floating_point() else value for value in args]

@@ -26,6 +26,7 @@ OWED = {
     "fuse_npu_swiglu_dynamic_quant": LAYERS,
     "fuse_npu_multiply_add": LAYERS,
     "fuse_npu_transpose_batchmatmul": LAYERS,
+    "fuse_npu_linear_all_reduce": 0,  # of one process
 }
 """How often each pass owes a match."""
 

@@ -21,6 +21,8 @@ from tests.kernel_cases import CPU
 Call = dict[str, Any]
 
 BY_NAME = {op.name: op for op in OPS}
+ALONE = tuple(each for each in IMPLEMENTATIONS if not BY_NAME[each.op.removeprefix("core::")].is_collective)
+"""The implementations of ops that one process computes by itself."""
 
 MADE: Mapping[str, Callable[[torch.dtype], Iterable[Call]]] = {
     "add_rms_norm_quantize": npu_calls.coded_norms,

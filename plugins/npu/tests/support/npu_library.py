@@ -53,6 +53,15 @@ SCHEMAS = (
     "npu_transpose_batchmatmul(Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, "
     "int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1) -> Tensor",
 )
+UNCOMPUTED = (
+    'npu_mm_all_reduce_base(Tensor x1, Tensor x2, str hcom, *, str reduce_op="sum", Tensor? bias=None, '
+    "Tensor? antiquant_scale=None, Tensor? antiquant_offset=None, Tensor? x3=None, Tensor? dequant_scale=None, "
+    "Tensor? pertoken_scale=None, Tensor? comm_quant_scale_1=None, Tensor? comm_quant_scale_2=None, "
+    "int antiquant_group_size=0, int comm_turn=0, int[]? group_sizes=None, int? y_dtype=None, int? x1_dtype=None, "
+    "int? x2_dtype=None, int? dequant_scale_dtype=None, int? pertoken_scale_dtype=None, int comm_quant_mode=0, "
+    "str? comm_mode=None) -> Tensor",
+)
+"""Ops that calls of the plugin's own stand for in graphs, so that no host computes them."""
 
 
 def _fake(name: str, schema: str) -> Callable[..., Any]:
@@ -76,6 +85,9 @@ def install() -> torch.library.Library:
         if not hasattr(torch.ops.npu, name):
             defined.define(schema)
             torch.library.register_fake(f"npu::{name}", _fake(name, schema), lib=defined)
+    for schema in UNCOMPUTED:
+        if not hasattr(torch.ops.npu, schema.partition("(")[0]):
+            defined.define(schema)
     register_references()
     apply_fakes(NPU_WRITES)
     return defined
