@@ -1,7 +1,8 @@
 """Computes the floor of a step: the least bytes and operations that any implementation needs.
 
 Counted: every weight once, of the embedding only the rows looked up, of experts only those that can be hit; the keys
-and values of the context read and the new ones written. Not counted: activations, which a cache may hold.
+and values of the context read and the new ones written; recurrent states written, and read where there is a context.
+Not counted: activations, which a cache may hold, and what recurrent layers compute beside their products.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 
 from core.bench.rates import Rates
 from core.engine.inspect.attention import NotPageable, inspect
+from core.engine.inspect.recurrent import inspect_recurrence
 from core.quantization.layers import QuantizedModule, num_values
 
 CODED_RATE = 2.0
@@ -57,6 +59,8 @@ class Shape:
     num_experts: int
     top_k: int
     layers: tuple[CacheLayer, ...]
+    #: Bytes of one sequence's recurrent states.
+    state_bytes: int = 0
     #: Bytes of a quantised model's `dense` matrices, scales included; None: `itemsize` for each element.
     dense_bytes: int | None = None
     #: The same of the experts.
@@ -120,6 +124,7 @@ def shape_of(model: Any, max_len: int, cache_dtype: torch.dtype | None = None) -
         num_experts=_first(config, _NUM_EXPERTS) if experts else 0,
         top_k=_first(config, _TOP_K) if experts else 0,
         layers=_layers(model, config, max_len, cache_dtype),
+        state_bytes=_state_bytes(model),
         dense_bytes=dense_bytes if quantized else None,
         experts_bytes=experts_bytes if quantized else None,
         coded=coded / (dense + experts) if coded else 0.0,
@@ -143,7 +148,7 @@ def prefill_floor(shape: Shape, rates: Rates, num_tokens: int) -> Floor:
 
 def _floor(shape: Shape, rates: Rates, *, rows: int, num_tokens: int, lens: Sequence[float], fresh: int) -> Floor:
     share = shape.expert_share(num_tokens)
-    cache = flops = 0.0
+    cache, flops = float(len(lens) * shape.state_bytes * (2 if fresh == 1 else 1)), 0.0
     for layer in shape.layers:
         for length in lens:
             seen = min(length, layer.window) if layer.window else length
@@ -192,6 +197,13 @@ def _layers(model: Any, config: Any, max_len: int, cache_dtype: torch.dtype | No
         )
         for layer in found
     )
+
+
+def _state_bytes(model: Any) -> int:
+    try:
+        return inspect_recurrence(model).bytes_per_sequence
+    except NotPageable:  # it runs on transformers' static cache, which is not looked into
+        return 0
 
 
 def _first(config: Any, names: Sequence[str]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,7 +14,9 @@ from core.bench import rates
 from core.bench.floor import CacheLayer, Shape, decode_floor, prefill_floor, shape_of
 from core.bench.presets import PRESETS, random_model
 from core.bench.rates import Rates, measure_rates
-from tests.support import cpu
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from tests.support import cpu, needs_states_in_caches
 
 RATES = Rates(bytes_per_s=1e9, flops_per_s=1e10, copy_bytes=1, matmul_size=1, dtype="float32")
 HIDDEN, INTER, VOCAB, LAYERS = 64, 96, 160, 2
@@ -64,6 +68,21 @@ def test_a_prefill_counts_a_causal_half_and_one_row_of_logits() -> None:
     assert floor.flops == 2 * 50 * shape.dense + 2 * shape.head + pairs * LAYERS * 4 * 64
     assert floor.cache_bytes == 50 * LAYERS * 256
     assert floor.ms == floor.flops_ms > floor.bytes_ms
+
+
+def test_recurrent_states_are_read_and_written_in_decode_and_written_by_a_prompt() -> None:
+    needs_states_in_caches()
+    torch.manual_seed(0)
+    model = build_model(tiny_config("mamba2"), torch_device=torch.device("cpu"), dtype=torch.float32).model
+    config, shape = model.config, shape_of(model, 64)
+    state = config.num_heads * config.head_dim * config.state_size
+    columns = config.conv_kernel * (int(config.expand * config.hidden_size) + 2 * config.n_groups * config.state_size)
+    assert shape.state_bytes == 4 * config.num_hidden_layers * (state + columns)
+    without = replace(shape, state_bytes=0)
+    for floor, count in ((decode_floor, 2 * 3), (prefill_floor, 1)):
+        given = {"batch": 3, "context": 10} if floor is decode_floor else {"num_tokens": 10}
+        assert floor(shape, RATES, **given).cache_bytes == count * shape.state_bytes
+        assert floor(without, RATES, **given).cache_bytes == 0
 
 
 def test_a_window_bounds_what_is_read_and_what_is_multiplied() -> None:
