@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from core.cli.ranks import COMMAND_LINE
 from core.cli.serving.replicas import check_ray, own_arguments, serve_by_replicas
 from core.engine.http.config import ServerConfig
 from core.errors import UsageError
@@ -52,6 +53,16 @@ def test_options_of_ray_want_ray(changes: dict[str, Any]) -> None:
     check_ray(**{**given, **changes, "ray": True})
     with pytest.raises(UsageError, match="--ray is not given"):
         check_ray(**{**given, **changes})
+
+
+def test_a_key_on_the_command_line_is_refused() -> None:
+    token = COMMAND_LINE.set(("serve", "--ray", "--api-key=secret"))
+    try:
+        with pytest.raises(UsageError, match="--api-key with --ray") as caught:
+            asked()
+    finally:
+        COMMAND_LINE.reset(token)
+    assert "secret" not in str(caught.value) and "CORE_API_KEY" in caught.value.remedy
 
 
 def test_without_ray_installed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,9 @@ def serve_by_replicas(
 ) -> int:
     """Serve until a signal; return the exit code."""
     least, most = _range(replicas)
+    if any(each.partition("=")[0] == "--api-key" for each in COMMAND_LINE.get()):
+        found = "Ray shows command lines to everybody who reaches the cluster"
+        raise UsageError("--api-key with --ray", found=found, remedy="set CORE_API_KEY instead")
     if config.port == 0:
         raise UsageError("--port 0 with --ray", found="Ray Serve takes a port by its number", remedy="name one")
     wanted = {"CPU": float(tp or 1)} | dict(map(_resource, resources))
@@ -91,7 +94,7 @@ def serve_by_replicas(
             host=config.host,
             port=config.port,
             address=address,
-            sequences=(sequences, config.max_queue),
+            at_once=sequences,
             max_body_bytes=config.max_body_bytes,
         )
     )

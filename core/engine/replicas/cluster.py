@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ _CONNECT_S = 5.0
 _INGRESSES = 2
 """So that one may be lost; what it has open is lost with it."""
 _OPEN = 10_000
+_END_S = 10.0
+"""For what is left to do once requests have ended: longer than a replica waits for its server."""
 _STARTS = 3
 """How often a replica may fail to start before the command gives up."""
 
@@ -40,8 +43,8 @@ class Plan:
     port: int
     #: Address of a cluster; None for that of RAY_ADDRESS, else for one of this machine alone, made and ended here.
     address: str | None
-    #: Sequences that a replica generates at once, and those that may wait beyond.
-    sequences: tuple[int, int]
+    #: Sequences that a replica generates at once.
+    at_once: int
     max_body_bytes: int
     #: How long a request may look for a replica.
     patience_s: float = 300.0
@@ -55,24 +58,39 @@ def serve_replicas(plan: Plan) -> None:
     import ray
     from ray import serve
 
-    ending = {signal.SIGTERM, signal.SIGINT}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
+    _connect(ray, plan)
     try:
-        _connect(ray, plan)
-        signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # Ray's processes began without: they end by signals
-        try:
-            alone = _serve(serve, plan)
-            shown = {"url": _url(plan), "replicas": plan.replicas, "nodes": len(ray.nodes())}
-            log.info("serving", extra={"fields": shown})
-            received = signal.Signals(signal.sigwait(ending))
-            log.info("draining", extra={"fields": {"signal": received.name}})
-            serve.delete(plan.name)
-            if alone:
-                serve.shutdown()  # else its listener keeps the port that this command was given
-        finally:
-            ray.shutdown()
+        alone = _serve(serve, plan)
+        shown = {"url": _url(plan), "replicas": plan.replicas, "nodes": len(ray.nodes())}
+        log.info("serving", extra={"fields": shown})
+        received = _wait_for_signal()
+        log.info("draining", extra={"fields": {"signal": received.name}})
+        serve.delete(plan.name)
+        if alone:
+            serve.shutdown()  # else its listener keeps the port that this command was given
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        ray.shutdown()
+
+
+def _wait_for_signal() -> signal.Signals:
+    """Return the first of SIGTERM and SIGINT.
+
+    By handlers: signals that were blocked instead would be so in every process that Ray starts here.
+    """
+    received: list[int] = []
+    came = threading.Event()
+
+    def note(number: int, _: object) -> None:
+        received.append(number)
+        came.set()
+
+    before = {each: signal.signal(each, note) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        came.wait()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    return signal.Signals(received[0])
 
 
 def _connect(ray: Any, plan: Plan) -> None:
@@ -138,20 +156,19 @@ def _application(serve: Any, plan: Plan) -> Any:
     own = dict(plan.resources)
     options = {"num_cpus": own.pop("CPU", 0.0), "num_gpus": own.pop("GPU", 0.0), "resources": own}
     least, most = plan.replicas
-    at_once, waiting = plan.sequences
     number: dict[str, Any] = {"num_replicas": least}
     if most > least:
         number = {
-            "autoscaling_config": {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": at_once}
+            "autoscaling_config": {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": plan.at_once}
         }
     replicas = serve.deployment(
         Replica,
         name="replica",
         ray_actor_options=options,
-        max_ongoing_requests=at_once + waiting,
+        max_ongoing_requests=_OPEN,  # its server refuses what is too much, as --max-queue says
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
-        graceful_shutdown_timeout_s=plan.command.drain_timeout_s,
+        graceful_shutdown_timeout_s=plan.command.drain_timeout_s + _END_S,
         max_constructor_retry_count=_STARTS,
         **number,
     ).bind(plan.command)
@@ -161,6 +178,6 @@ def _application(serve: Any, plan: Plan) -> Any:
         num_replicas=_INGRESSES,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=_OPEN,
-        graceful_shutdown_timeout_s=plan.command.drain_timeout_s,
+        graceful_shutdown_timeout_s=plan.command.drain_timeout_s + _END_S,
     )
     return ingress.bind(replicas, plan.max_body_bytes, plan.patience_s)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
@@ -42,7 +43,8 @@ class Ingress:
 
     async def __call__(self, request: Request) -> Response:
         """Return the answer of a replica, or 503 where none could be found in time."""
-        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        path = request.scope.get("raw_path") or quote(request.url.path).encode()
+        target = path.decode("latin-1") + (f"?{request.url.query}" if request.url.query else "")
         asked = Asked(request.method, target, tuple(request.headers.items()), await self._body(request))
         began, tries = time.monotonic(), 0
         while True:

@@ -56,7 +56,7 @@ class ServerProcess:
             process.wait()
 
     def _run(self) -> None:
-        last: list[str] = []
+        last, why = [], "core serve was not watched to its end"  # type: list[str], str
         try:
             self._process = subprocess.Popen(
                 self._command,
@@ -65,6 +65,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
+                errors="replace",
             )
             assert self._process.stderr is not None
             with self._process.stderr as lines:
@@ -77,10 +78,11 @@ class ServerProcess:
             why = f"core serve ended with exit code {code}:\n{''.join(last)}"
         except OSError as error:
             why = f"core serve could not be started in {self._folder}: {error}"
-        if not self._url.done():
-            self._url.set_exception(RuntimeError(why))
-        elif not self._stopping:
-            self._ended()
+        finally:
+            if not self._url.done():
+                self._url.set_exception(RuntimeError(why))
+            elif not self._stopping:
+                self._ended()
 
 
 def _served(line: str) -> str | None:

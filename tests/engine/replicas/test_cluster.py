@@ -58,7 +58,8 @@ class Service:
     """A `core serve --ray` that runs."""
 
     def __init__(self, address: str, port: int, *more: str) -> None:
-        line = [sys.executable, "-m", "core", *SERVE, "--ray-address", address, "--port", str(port), *more]
+        where = ["--ray-address", address] if address else []
+        line = [sys.executable, "-m", "core", *SERVE, *where, "--port", str(port), *more]
         self.url, self.log = f"http://127.0.0.1:{port}", ""
         self.process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self._serving = threading.Event()
@@ -127,6 +128,14 @@ def test_a_model_of_two_processes_is_one_replica(address: str, port: int) -> Non
             assert all(complete for _, complete in pool.map(service.complete, PROMPTS[:8]))
     finally:
         assert service.end() == 0
+
+
+def test_a_cluster_of_its_own_ends_at_once_where_nothing_runs(port: int) -> None:
+    service = Service("", port)
+    assert service.complete(PROMPTS[0])[1]
+    start = time.monotonic()
+    assert service.end() == 0 and time.monotonic() - start < 30.0  # less than --drain-timeout
+    assert not processes(SERVER)
 
 
 @pytest.mark.parametrize(

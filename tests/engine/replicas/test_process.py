@@ -46,6 +46,29 @@ def test_a_server_that_dies_is_told(tmp_path: Path) -> None:
     assert ended.wait(10.0)
 
 
+def test_what_a_server_says_may_be_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "server"
+    line = '{"event": "serving", "url": "http://h"}'
+    program.write_text(f"#!/bin/sh\nprintf 'odd \\377 byte\\n%s\\n' '{line}' >&2\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    ended = threading.Event()
+    assert ServerProcess((), {}, tmp_path, ended.set).url() == "http://h"
+    assert ended.wait(10.0)
+
+
+def test_signals_that_its_starter_holds_back_end_it(tmp_path: Path) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        server = ServerProcess(SERVE, {}, tmp_path, lambda: None)
+        server.url()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    start = time.monotonic()
+    server.stop(60.0)
+    assert time.monotonic() - start < 30.0
+
+
 @pytest.mark.parametrize("folder", ["", "missing"])
 def test_one_that_never_serves_says_why(folder: str, tmp_path: Path) -> None:
     server = ServerProcess(("serve", "--device", "none"), {}, tmp_path / folder, lambda: None)
