@@ -99,7 +99,7 @@ def test_whatever_can_vary_varies(op: str) -> None:
     calls = draws(op, torch.bfloat16)
     for call in calls:
         for name, value in call.items():
-            seen[name].add(form(value) if isinstance(value, Tensor) else value)
+            seen[name].add(form(value))
     (declared,) = (each for each in OPS if each.qualified_name == op)
     assert {argument.name for argument in declared.overload._schema.arguments} == set(seen), "an argument is left out"
     fixed = {name for name, values in seen.items() if len(values) < 2 and (declared.name, name) not in CONSTANT}
@@ -110,8 +110,11 @@ def test_whatever_can_vary_varies(op: str) -> None:
     assert any(not value.numel() for value in tensors) or "attention" in op
 
 
-def form(value: Tensor) -> tuple[Any, ...]:
-    return tuple(value.shape), value.dtype, value.stride(), value.storage_offset()
+def form(value: Any) -> Any:
+    """Return what may vary of an argument, as something that a set holds."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.stride(), value.storage_offset()
+    return tuple(value) if isinstance(value, list) else value
 
 
 def test_layouts_hold_the_same_values() -> None:
