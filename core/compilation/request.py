@@ -68,7 +68,8 @@ class CompileRequest:
     ) -> CompileRequest:
         """Check the caller's arguments and normalise them; raise `UsageError` for impossible ones."""
         options = options.settled
-        table = BucketTable.build(inputs, buckets, options.guards)
+        phases = next((tuple(each) for each in (model, options.mode) if isinstance(each, Mapping)), ())
+        table = BucketTable.build(inputs, buckets, options.guards, phases=phases)
         models = models_per_phase(model, table)
         for phase, each in models.items():
             check_signature(each, inputs, table.guards[phase])

@@ -62,7 +62,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     #: Divides positive logits of tokens that prompt or answer have, and multiplies negative ones; 1 changes nothing.
     repetition_penalty: float = 1.0
-    #: Token ids with what is added to their logits; a mapping becomes pairs.
+    #: Token ids with what is added to their logits; a mapping or lists become pairs.
     logit_bias: tuple[tuple[int, float], ...] = ()
     #: No stop token ends the sequence before it has this many tokens; stop strings still do.
     min_tokens: int = 0
@@ -139,6 +139,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None or isinstance(value, list | set | frozenset):
                 object.__setattr__(self, name, tuple(value or ()))
+        if isinstance(self.logit_bias, tuple) and any(isinstance(pair, list) for pair in self.logit_bias):
+            pairs = (tuple(pair) if isinstance(pair, list) else pair for pair in self.logit_bias)
+            object.__setattr__(self, "logit_bias", tuple(pairs))
 
     @property
     def shaped(self) -> bool:

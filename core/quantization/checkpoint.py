@@ -141,7 +141,7 @@ def read_experts(files: TensorFiles, name: str, experts: Any, config: Checkpoint
     has_gate: bool = getattr(experts, "has_gate", True)
     first = ("gate_proj", "up_proj") if has_gate else ("up_proj",)
     layers = {p: [f"{name}.{e}.{p}" for e in range(num_experts)] for p in (*first, "down_proj")}
-    groups = {config.group_of(layer, "Linear") for each in layers.values() for layer in each}
+    groups = {config.group_of(files.paths(layer), "Linear") for each in layers.values() for layer in each}
     if groups == {None}:
         return None
     group = groups.pop()

@@ -7,8 +7,8 @@ module paths, "re:" and a regular expression) and the arguments of its weights a
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,24 +47,37 @@ class CheckpointConfig:
     #: Whether its attention layers bring scales of a key/value cache of fp8 codes.
     cache_scales: bool = False
 
-    def group_of(self, name: str, kind: str) -> Group | None:
-        """Return the group of the layer at path name of class kind, None where it is ignored or no target.
+    def renamed(self, rename: Callable[[str], str]) -> CheckpointConfig:
+        """Return the same statements, in which a path of the files also stands for the model's path of that layer.
+
+        Expressions can't be renamed: `group_of` compares them with both paths.
+        """
+
+        def both(patterns: tuple[str, ...]) -> tuple[str, ...]:
+            paths = [rename(each) for each in patterns if not each.startswith("re:")]
+            return tuple(dict.fromkeys((*patterns, *paths)))
+
+        groups = tuple(replace(group, targets=both(group.targets)) for group in self.groups)
+        return replace(self, groups=groups, ignore=both(self.ignore))
+
+    def group_of(self, names: Sequence[str], kind: str) -> Group | None:
+        """Return the group of the layer of class kind at one path or several, None where it is ignored or no target.
 
         A path wins over an expression, and that over a class.
         """
-        if any(matches(pattern, name, kind) for pattern in self.ignore):
+        if any(matches(pattern, name, kind) for pattern in self.ignore for name in names):
             return None
         found = [
-            (_rank(target, name), index)
+            (_rank(target, names), index)
             for index, group in enumerate(self.groups)
             for target in group.targets
-            if matches(target, name, kind)
+            if any(matches(target, name, kind) for name in names)
         ]
         return self.groups[min(found)[1]] if found else None
 
 
-def _rank(target: str, name: str) -> int:
-    return 0 if target == name else 1 if target.startswith("re:") else 2
+def _rank(target: str, names: Sequence[str]) -> int:
+    return 0 if target in names else 1 if target.startswith("re:") else 2
 
 
 def stated_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -37,6 +37,7 @@ class TensorFiles:
         self._stack = ExitStack()
         self._handles: dict[str, Any] = {}
         self._stored: dict[str, str] = {}
+        self._paths: dict[str, dict[str, None]] = {}
         self._read: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -45,11 +46,19 @@ class TensorFiles:
         for file in self._files:
             handle = self._stack.enter_context(safe_open(file, framework="pt"))
             self._handles |= dict.fromkeys(handle.keys(), handle)
-        self._stored = {self._rename(name): name for name in self._handles} | {name: name for name in self._handles}
+        renamed = {self._rename(name): name for name in self._handles}
+        for name, stored in renamed.items():
+            if name != stored:
+                self._paths.setdefault(name.rpartition(".")[0], {})[stored.rpartition(".")[0]] = None
+        self._stored = renamed | {name: name for name in self._handles}
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def paths(self, layer: str) -> tuple[str, ...]:
+        """Return a layer's path in the model and, where its tensors are stored under another one, that as well."""
+        return (layer, *self._paths.get(layer, ()))
 
     def has(self, name: str) -> bool:
         """Tell whether there is such a tensor."""

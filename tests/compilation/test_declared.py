@@ -57,6 +57,13 @@ def test_declarations_by_place() -> None:
     assert torch.equal(program(X), Model()(X))
 
 
+@pytest.mark.parametrize("named", [{"model": {"n": Model()}}, {"mode": {"n": "compile"}}], ids=["models", "modes"])
+def test_buckets_of_a_phase_with_the_name_of_the_dimension(named: dict[str, Any]) -> None:
+    options = {"model": Model(), "inputs": {"x": InputSpec(("n", 4), torch.float32)}, "buckets": {"n": [2, 4]}}
+    assert [str(key) for key in sorted(compiled(**options | named).keys, key=str)] == ["n[2]", "n[4]"]
+    assert {key.phase for key in compiled(**options).keys} == {"main"}
+
+
 def test_buckets_by_dimension_are_combined() -> None:
     program = compiled(
         lambda x: x.tanh(), example_inputs=(X,), dynamic={"x": {0: "n", 1: "width"}}, buckets={"n": [2, 4], "width": 4}

@@ -230,6 +230,20 @@ def test_a_growing_cache_stays_attention(dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_written_out_is_lifted_where_every_size_is_a_symbol(dtype: torch.dtype) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax((q @ k.transpose(-1, -2)) * 0.25, -1) @ v
+
+    run = torch.compile(attend, backend="core", dynamic=True, options={**INLINE, "strict": True, "device": acme()})
+    for queries, keys in ((7, 7), (5, 9), (6, 8)):
+        given = [torch.randn(2, 4, length, 16, dtype=dtype) for length in (queries, keys, keys)]
+        torch.testing.assert_close(run(*given), attend(*given))
+    graphs = core.backend_report().graphs  # of equal lengths, and of two
+    assert [(graph.matched["lift_attention"], graph.calls) for graph in graphs] == [(1, 1), (1, 2)]
+
+
+@torch.no_grad()
 def test_numbers_that_change_get_rewrites_of_their_own() -> None:
     def scaled(x: Tensor, eps: float) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)

@@ -23,6 +23,10 @@ def test_a_temperature_samples() -> None:
 
 def test_it_is_frozen_hashable_and_keyword_only() -> None:
     assert SamplingParams(stop="word").stop == SamplingParams(stop=["word"]).stop == ("word",)
+    biased = SamplingParams(logit_bias=((1, 2.0),))
+    for written in ([[1, 2.0]], [(1, 2.0)], ([1, 2.0],), {1: 2.0}):
+        assert hash(SamplingParams(logit_bias=written)) == hash(biased)  # type: ignore[arg-type]
+        assert SamplingParams(logit_bias=written) == biased  # type: ignore[arg-type]
     params = SamplingParams(stop=("a",), stop_token_ids=(1,))
     assert hash(params) == hash(SamplingParams(stop=("a",), stop_token_ids=(1,)))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -64,6 +68,7 @@ def test_it_is_frozen_hashable_and_keyword_only() -> None:
         ("repetition_penalty", "1"),
         ("logit_bias", ((-1, 2.0),)),
         ("logit_bias", ((1, 200.0),)),
+        ("logit_bias", ((1, 2.0, 3.0),)),
         ("min_tokens", -1),
         ("priority", 0.5),
         ("priority", 2**31),

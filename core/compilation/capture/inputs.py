@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, prod
@@ -31,7 +31,8 @@ Padding = Literal["zero", "sentinel", "edge", "keep", "copy", "bound"]
 _DIM = re.compile(r"([A-Za-z_]\w*)(?:\s*\+\s*(\d+))?")
 Buckets = Mapping[str, Sequence["int | Mapping[str, int]"]] | Sequence["int | Mapping[str, int]"]
 """Sizes of the one bucket dimension, or by dimension for each bucket; a list of these for each phase; or, under the
-names of all dimensions, the sizes of each, which are combined each with each."""
+names of all dimensions, the sizes of each, which are combined each with each. Names by which models or modes are
+given are phases."""
 RESERVED = frozenset({"guards", "step"})
 DEFAULT_PHASE = "main"
 
@@ -182,8 +183,13 @@ class BucketTable:
         inputs: Mapping[str, InputSpec],
         buckets: Buckets | None,
         guards: GuardValues | Mapping[str, GuardValues] | None = None,
+        *,
+        phases: Collection[str] = (),
     ) -> BucketTable:
-        """Check the caller's buckets and normalise them. `buckets=None` means one bucket without dimensions."""
+        """Check the caller's buckets and normalise them. `buckets=None` means one bucket without dimensions.
+
+        phases: those that the caller's other arguments name, which tell phases from dimensions of the same names.
+        """
         for name, spec in inputs.items():
             if name in RESERVED:
                 raise UsageError(
@@ -206,15 +212,16 @@ class BucketTable:
             )
         if buckets is None:
             buckets = [{}]
-        if isinstance(buckets, Mapping) and dims and set(buckets) == set(dims):
+        by_phase = isinstance(buckets, Mapping) and bool(phases) and set(phases) <= set(buckets)
+        if isinstance(buckets, Mapping) and dims and set(buckets) == set(dims) and not by_phase:
             buckets = _combined(buckets)
         if not isinstance(buckets, Mapping):
             buckets = {DEFAULT_PHASE: buckets}
         if not buckets:
             raise UsageError("an empty mapping of buckets", found="no phase", remedy="name at least one phase")
         per_phase = guards_per_phase({} if guards is None else guards, tuple(buckets), inputs)
-        phases = {phase: cls._keys(phase, dims, entries, per_phase[phase]) for phase, entries in buckets.items()}
-        return cls(dims, phases, per_phase)
+        keys = {phase: cls._keys(phase, dims, entries, per_phase[phase]) for phase, entries in buckets.items()}
+        return cls(dims, keys, per_phase)
 
     @staticmethod
     def _keys(phase: str, dims: tuple[str, ...], entries: object, guards: GuardValues) -> tuple[GraphKey, ...]:

@@ -54,7 +54,9 @@ class QuantizedCheckpoint:
         hollowed = model_class(self._config)
         with torch.device("meta"):
             skeleton = hollowed(self._config)
-        with TensorFiles(self._asked, self._checkpoint.weight_files, _renaming(skeleton)) as files:
+        rename = _renaming(skeleton)
+        self._parsed = self._parsed.renamed(rename)
+        with TensorFiles(self._asked, self._checkpoint.weight_files, rename) as files:
             layers = self._read(files, skeleton)
             cache_scales = self._read_cache_scales(files, skeleton)
             if not layers:
@@ -79,7 +81,7 @@ class QuantizedCheckpoint:
                 if found is not None:
                     layers[name] = found
             elif isinstance(module, nn.Linear):
-                group = self._parsed.group_of(name, "Linear")
+                group = self._parsed.group_of(files.paths(name), "Linear")
                 if group is not None:
                     layers[name] = read_linear(files, name, module, group, self._dtype)
         return layers

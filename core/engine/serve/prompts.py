@@ -63,7 +63,7 @@ def as_prompts(given: Any) -> list[Prompt]:
     Arrays and tensors of token ids are lists of them; of two dimensions, a row is a prompt. Raises `UsageError` for
     what can't be prompts. Whether the model can take each is for `encode_prompts` to say.
     """
-    given = _plain(given)
+    is_row, given = len(getattr(given, "shape", ())) == 1, _plain(given)
     if isinstance(given, str) or is_chat(given):
         return [given]
     if isinstance(given, bytes | bytearray | Mapping) or not isinstance(given, Iterable):
@@ -73,9 +73,9 @@ def as_prompts(given: Any) -> list[Prompt]:
             remedy="pass a str, a list of token ids, messages of a chat, or a list of such",
         )
     prompts = [_plain(each) for each in given]
-    if prompts and all(isinstance(each, int) and not isinstance(each, bool) for each in prompts):
-        return [prompts]
-    return prompts
+    ints = all(isinstance(each, int) and not isinstance(each, bool) for each in prompts)
+    # A list of nothing is no prompts, a row of no ids is an empty prompt.
+    return [prompts] if ints and (prompts or is_row) else prompts
 
 
 def as_params(given: Any, num_prompts: int, settings: Mapping[str, Any]) -> list[SamplingParams]:

@@ -5,6 +5,7 @@ quantised.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,29 @@ def test_experts_without_a_gate_are_stored_as_two_layers_each(tmp_path: Path) ->
     assert [tuple(each.shape) for each in experts.values()] == [(4, 32, 32), (4, 32, 32)]
     stored = {name.split(".")[-2] for name in tensors if f"{path.replace('model', 'backbone', 1)}.3." in name}
     assert stored == {"up_proj", "down_proj"}
+
+
+def test_a_configuration_may_name_layers_as_the_files_do(tmp_path: Path) -> None:
+    ignored = "model.layers.3.mixer.up_proj"
+    model = core.quantize(make_nemotron(), "int8", ignore=[ignored])
+    folder, wanted = save(model, tmp_path), logits_of(model)
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert ignored in stated["ignore"]
+    paths = [f"backbone{path.removeprefix('model')}" if "." in path else path for path in stated["ignore"]]
+    expressions = [f"re:{re.escape(path)}$" for path in paths]
+    layers = [layer.name.replace("model", "backbone", 1) for layer in report_of(model).layers]  # type: ignore[union-attr]
+    layers += [f"{name}.{e}.{each}" for name in layers for e in range(4) for each in ("up_proj", "down_proj")]
+
+    def stating(ignore: list[str], targets: list[str]) -> Path:
+        edit_config(folder, lambda stated: stated.update(ignore=ignore))
+        edit_config(folder, lambda stated: stated["config_groups"]["group_0"].update(targets=targets))
+        return folder
+
+    named = ((paths, ["Linear"]), (expressions, ["Linear"]), (expressions, [r"re:backbone\..*"]), ([], layers))
+    for ignore, targets in named:
+        assert torch.equal(logits_of(load(stating(ignore, targets)).model), wanted)
+    with pytest.raises(ModelError, match="names no layer of the model"):
+        load(stating([], [r"re:backbones\..*"]))
 
 
 def test_experts_that_are_no_plain_mlps_are_refused() -> None:

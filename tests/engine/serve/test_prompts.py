@@ -15,7 +15,7 @@ tokenizers = pytest.importorskip("tokenizers", reason="needs the extra 'hf'")
 
 from core.engine.config import SamplingParams  # noqa: E402
 from core.engine.models.loading import LoadedModel, build_model  # noqa: E402
-from core.engine.serve.prompts import EncodedPrompt, encode_prompt, encode_prompts  # noqa: E402
+from core.engine.serve.prompts import EncodedPrompt, as_prompts, encode_prompt, encode_prompts  # noqa: E402
 from core.errors import ModelError, UsageError  # noqa: E402
 
 CONTEXT = 16
@@ -98,6 +98,9 @@ def test_without_any_limit_nothing_is_bounded(loaded: LoadedModel) -> None:
 def test_an_empty_prompt(loaded: LoadedModel) -> None:
     assert error_of("", loaded).found == "it is empty"
     assert error_of([], loaded).found == "it has no tokens"
+    for nothing in (torch.zeros(0, dtype=torch.long), np.zeros(0, dtype=np.int64)):
+        assert as_prompts(nothing) == as_prompts([[]]) == as_prompts([nothing]) == [[]]
+    assert as_prompts([]) == as_prompts(torch.zeros(0, 3)) == []
 
 
 def test_a_text_that_the_tokenizer_drops(loaded: LoadedModel) -> None:

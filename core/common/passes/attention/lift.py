@@ -14,7 +14,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.passes import NearMiss, Pass, PassContext, Refused, Site, Writes, near_miss, same_sizes, view
+from core.common.passes import (
+    NearMiss,
+    Pass,
+    PassContext,
+    Refused,
+    Site,
+    Writes,
+    near_miss,
+    same_size,
+    same_sizes,
+    view,
+)
 from core.common.passes.attention.operands import Operand, is_copy, peel
 from core.common.passes.attention.scores import PRODUCTS, Mask, Scores, read_scores
 from core.common.passes.attention.sinks import gate_of, per_head
@@ -200,10 +211,10 @@ def _read_sinks(found: Attention, scores: Scores, source: fx.Node, reach: _Reach
 
 
 def _heads(scores: Scores, query: Operand) -> Any:
-    known = {*scores.heads, *([(view.shape(query.node) or (0, 0))[1]] if query.flat else [])}
-    if len(known) > 1:
-        raise Refused(scores.nodes[-1], f"the scores have {sorted(map(str, known))} heads in different places")
-    return next(iter(known), None)
+    known = [*scores.heads, *([(view.shape(query.node) or (0, 0))[1]] if query.flat else [])]
+    if not all(same_size(each, known[0]) for each in known):
+        raise Refused(scores.nodes[-1], f"the scores have {sorted(set(map(str, known)))} heads in different places")
+    return known[0] if known else None
 
 
 def _check_unused(found: Attention) -> None:

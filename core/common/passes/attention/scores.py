@@ -52,7 +52,7 @@ class Scores:
     softcap: float = 0.0
     masks: list[Mask] = field(default_factory=list)
     sinks: fx.Node | None = None
-    heads: set[Any] = field(default_factory=set)
+    heads: list[Any] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
 
 
@@ -155,7 +155,7 @@ def _note_heads(node: fx.Node, scores: Scores) -> None:
     if sizes is None or len(sizes) not in (3, 4):
         raise Refused(node, f"the scores {node} have {len(sizes or ())} dimensions")
     if len(sizes) == 4:
-        scores.heads.add(sizes[1])
+        scores.heads.append(sizes[1])
 
 
 def _read_sum(node: fx.Node, scores: Scores, factor: float) -> None:
@@ -165,7 +165,7 @@ def _read_sum(node: fx.Node, scores: Scores, factor: float) -> None:
         if not isinstance(source, fx.Node) or not view.same_shape(source, node):
             continue
         attempt = copy.copy(scores)
-        attempt.masks, attempt.nodes, attempt.heads = [*scores.masks], [*scores.nodes], {*scores.heads}
+        attempt.masks, attempt.nodes, attempt.heads = [*scores.masks], [*scores.nodes], [*scores.heads]
         try:
             _add_mask(attempt, node, mask, factor)
             _read(source, attempt, factor)

@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from core.common.ops.attention import DENSE_ATTENTION
-from core.common.passes import Refused, Site, same_sizes, view
+from core.common.passes import Refused, Site, same_size, same_sizes, view
 from core.common.passes.attention.operands import Operand
 from core.common.passes.attention.scores import Mask
 
@@ -93,7 +93,7 @@ def _bring_to_four(found: Attention) -> None:
 def _check_sizes(found: Attention) -> None:
     sizes = [_four(operand, found.heads) for operand in found.operands]
     query, key, value = sizes
-    if found.heads is not None and query[1] != found.heads:
+    if found.heads is not None and not same_size(query[1], found.heads):
         raise Refused(found.query.node, f"the scores have {found.heads} heads, {found.query.node} has {query[1]}")
     fits = same_sizes(key[1:2], value[1:2]) and statically_known_true(query[1] % key[1] == 0)
     if not fits:
@@ -124,7 +124,7 @@ def _mask_steps(mask: Mask, heads: Any) -> list[tuple[str, tuple[Any, ...]]]:
         return []
     if heads is None:
         return [("unsqueeze", (1,))]
-    return [] if sizes[0] == 1 else [("unflatten", (0, (-1, heads)))]
+    return [] if same_size(sizes[0], 1) else [("unflatten", (0, (-1, heads)))]
 
 
 _Steps = Sequence[tuple[str, tuple[Any, ...]]]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from core.common.passes import Refused, same_sizes, view
+from core.common.passes import Refused, same_size, same_sizes, view
 
 Steps = list[tuple[str, tuple[Any, ...]]]
 Order = tuple[int, ...]
@@ -75,7 +75,7 @@ def result_of(product: fx.Node, order: Order, heads: Any) -> tuple[fx.Node, list
     user = view.only_user(product)
     wide = view.shape(user) or ()
     split = user is not None and view.kind(user) in ("reshape", "view", "unflatten") and len(wide) == 4
-    if user is not None and split and wide[1] == heads and same_sizes(wide[2:], sizes[1:]):
+    if user is not None and split and same_size(wide[1], heads) and same_sizes(wide[2:], sizes[1:]):
         return user, [product], []
     return product, [], [("flatten", (0, 1))]
 

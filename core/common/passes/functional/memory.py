@@ -94,10 +94,10 @@ class Area:
         """
         if self.is_same(other):
             return True
-        strides = {stride for _, stride in (*self.dims, *other.dims)}
-        if any(type(stride) is not int or stride <= 0 for stride in strides):
+        strides = [stride for _, stride in (*self.dims, *other.dims)]
+        if any(type(stride) is not int or stride <= 0 for stride in strides):  # symbols can't be hashed
             return False
-        levels = sorted(strides, reverse=True)
+        levels = sorted(set(strides), reverse=True)
         mine, theirs = self._ranges(levels), other._ranges(levels)
         if mine is None or theirs is None or mine[1] != theirs[1] or self.itemsize != other.itemsize:
             return False

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from core.common.passes.functional.memory import Area
 
@@ -62,3 +64,12 @@ def test_what_is_said_of_areas_holds(given_areas: Any) -> None:
         assert not (touched[1] & ~touched[0]).any()
     if areas[0].is_same(areas[1]):
         assert torch.equal(touched[0], touched[1])
+
+
+def test_symbolic_strides_are_neither_hashed_nor_guessed() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 3)
+    value = mode.from_tensor(torch.empty(3, 5, 7), symbolic_context=dynamic)
+    whole, first = Area.of(value), Area.of(value[:, :1])
+    assert whole is not None and first is not None
+    assert whole.covers(whole) and not whole.covers(first)
