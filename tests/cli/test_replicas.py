@@ -22,7 +22,7 @@ def asked(**changes: Any) -> None:
 
 def test_a_replica_gets_the_command_line_without_what_is_the_clusters() -> None:
     line = ["serve", "models/base", "--ray", "--replicas", "1:4", "--port=80", "--host", "0.0.0.0", "--tp", "2"]
-    line += ["--api-key", "secret", "--replica-resource", "GPU=1", "--ray-address=h:1", "--lora", "a=b"]
+    line += ["--replica-resource", "GPU=1", "--ray-address=h:1", "--lora", "a=b"]
     assert own_arguments(line) == ["serve", "models/base", "--tp", "2", "--lora", "a=b"]
 
 

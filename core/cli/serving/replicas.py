@@ -34,7 +34,6 @@ RESOURCE: Any = typer.Option(
 """Defaults of the parameters `ray`, `replicas`, `ray_address` and `replica_resource`."""
 
 _OWN = {"--ray": 0, "--replicas": 1, "--ray-address": 1, "--replica-resource": 1, "--host": 1, "--port": 1}
-_OWN |= {"--api-key": 1}
 """Options that are not handed to replicas, and how many words follow each."""
 
 
@@ -54,8 +53,8 @@ def serve_by_replicas(
     resources: Sequence[str],
     tp: int | None,
     sequences: int,
-) -> int:
-    """Serve until a signal; return the exit code."""
+) -> None:
+    """Serve until a signal."""
     least, most = _range(replicas)
     if any(each.partition("=")[0] == "--api-key" for each in COMMAND_LINE.get()):
         found = "Ray shows command lines to everybody who reaches the cluster"
@@ -76,12 +75,9 @@ def serve_by_replicas(
     from core.engine.http.logs import log_as_json
 
     log_as_json()
-    environment = {name: value for name, value in os.environ.items() if name.startswith("CORE_")}
-    if config.api_key is not None:
-        environment["CORE_API_KEY"] = config.api_key
     command = ServerCommand(
         arguments=[*own_arguments(COMMAND_LINE.get()), "--host", "127.0.0.1", "--port", "0"],
-        environment=environment,
+        environment={name: value for name, value in os.environ.items() if name.startswith("CORE_")},
         folder=Path.cwd(),
         drain_timeout_s=config.drain_timeout_s,
     )
@@ -98,7 +94,6 @@ def serve_by_replicas(
             max_body_bytes=config.max_body_bytes,
         )
     )
-    return 0
 
 
 def own_arguments(arguments: Sequence[str]) -> list[str]:

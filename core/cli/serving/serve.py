@@ -145,7 +145,8 @@ def serve(
     check_ray(ray=ray, replicas=replicas, address=ray_address, resources=replica_resource)
     if ray:
         given: dict[str, Any] = {"replicas": replicas, "address": ray_address, "resources": replica_resource}
-        return serve_by_replicas(config, **given, tp=tp, sequences=max_num_seqs)
+        serve_by_replicas(config, **given, tp=tp, sequences=max_num_seqs)
+        return 0
     # From here on torch is imported.
     ranked: dict[str, Any] = {"draft_model": draft_model, "lora": lora, "drain_timeout_s": drain_timeout}
     if (code := run_on_ranks(tp, tp_timeout, **ranked)) is not None:

@@ -235,8 +235,8 @@ def why_not(call: OpCall) -> str | None:
     sizes = {"a rank of": (args["rank"],), "layers of features": (args["x"].shape[-1], *args["sizes"])}
     for what, found in sizes.items():
         if any(size % _ALIGNED[what] for size in found):
-            # On an H200 `shrink_kernel` gives wrong sums for a rank of 3, with 4 warps and not with one, whatever the
-            # sizes; ranks of 2 and 5 were right. Its code for 3 differs from that for 5 in constants alone.
+            # On an H200 `shrink_kernel` gives wrong sums for a rank of 3 at some sizes, with 4 warps and not with one;
+            # ranks of 2 and 5 were right. Triton's code for 3 differs from that for 5 in constants alone.
             return f"it has {what} {', '.join(map(str, found))}, and the kernels take multiples of {_ALIGNED[what]}"
     return None
 
