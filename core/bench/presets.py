@@ -192,10 +192,14 @@ def _matrices_on_meta() -> Iterator[None]:
     """Give modules that are made meanwhile matrices without memory: they are drawn one by one, once it is known which
     part of them this process holds."""
 
+    made: dict[int, nn.Parameter] = {}  # one of these comes again where modules share it
+
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.dim() < 2 or parameter.is_meta:
+        if parameter is None or parameter.dim() < 2 or id(parameter) in made:
             return None
-        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        new = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        made[id(new)] = new
+        return new
 
     hook: Any = without_memory  # torch states that it returns nothing, and takes what it returns
     handle = register_module_parameter_registration_hook(hook)
