@@ -113,14 +113,6 @@ def needs_static_cache(model_type: str) -> None:
         pytest.skip("transformers 5.17 builds Bloom's position bias for the tokens seen, not for the static cache")
 
 
-def needs_states_in_caches() -> None:
-    """Skip where the installed transformers' layers reach their recurrent states otherwise than by its caches."""
-    from transformers import Cache
-
-    if not hasattr(Cache, "get_conv_state"):
-        pytest.skip("recurrent layers of this transformers have one sequence at a time")
-
-
 def break_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `import torch` fail in new processes, as with an installed backend extension whose libraries are missing."""
     (folder / "torch_dev.py").write_text("def autoload():\n    raise ImportError('libdev.so is missing')\n")

@@ -16,7 +16,7 @@ from core.bench.presets import PRESETS, random_model
 from core.bench.rates import Rates, measure_rates
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
-from tests.support import cpu, needs_states_in_caches
+from tests.support import cpu
 
 RATES = Rates(bytes_per_s=1e9, flops_per_s=1e10, copy_bytes=1, matmul_size=1, dtype="float32")
 HIDDEN, INTER, VOCAB, LAYERS = 64, 96, 160, 2
@@ -71,7 +71,6 @@ def test_a_prefill_counts_a_causal_half_and_one_row_of_logits() -> None:
 
 
 def test_recurrent_states_are_read_and_written_in_decode_and_written_by_a_prompt() -> None:
-    needs_states_in_caches()
     torch.manual_seed(0)
     model = build_model(tiny_config("mamba2"), torch_device=torch.device("cpu"), dtype=torch.float32).model
     config, shape = model.config, shape_of(model, 64)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.engine.inspect.attention import implementation
 from core.engine.inspect.indexing import checked_indices
 from core.engine.models.architecture import max_position
 from core.engine.models.forward import accepted_arguments
-from core.quantization.layers import rounds_inputs
+from core.quantization.layers import QuantizedModule, rounds_inputs
 
 LONG, SHORT = 96, 5
 """Tokens of the two sequences that share a prefill; far apart, so that a leak between the sequences shows."""
+_SHAKES = 8
+"""Runs of a model by which `shaken_bound` finds what rounding can do to it."""
 _BY_LONGEST = ("longrope", "dynamic")
 _ORIGINAL = "original_max_position_embeddings"
 
 Caching = Callable[[], dict[str, Any]]
 """Returns a new cache as the arguments by which a forward takes it."""
+Run = Callable[[Any, Sequence[Sequence[int]]], list[Tensor]]
+"""Returns a model's logits as `own_logits` does."""
 Chunks = Callable[[int], list[int]]
 """Returns the lengths of the chunks in which a prompt of that many tokens is computed."""
 
@@ -128,6 +133,49 @@ def rounding_bound(
     # In fp32 the order of thousands of terms moves more than a few units, and anything wrong is still far above.
     floor = (8 if half else 64) * torch.finfo(dtype).eps
     return min(max(3 * noise, floor), 3 * most)
+
+
+def shaken_bound(model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[Tensor], run: Run) -> float:
+    """Return the bound of `rounding_bound` by what rounding can do to a model in half precision; 0 in fp32.
+
+    A router or a quantiser near a tie chooses otherwise after the least rounding, which the few ways in which
+    `rounding_bound` computes may miss. So the results of embeddings and linear layers are moved by up to half a unit at
+    random, some times over. run: what gave `expected`. Where that alone makes another function of the model, a run may
+    differ a little more than the worst of these; unrelated logits differ by 1.4.
+    """
+    if _dtype(model).itemsize >= 4 and not rounds_inputs(model):
+        return 0.0
+    unit = torch.finfo(_dtype(model)).eps / 2
+    noise = [0.0]
+    for seed in range(_SHAKES):
+        with _shaken(model, unit, seed):
+            noise.append(_difference(run, model, sequences, expected))
+    worst, most = max(each for each in noise if each < float("inf")), function_bound(model)
+    return 3 * worst if worst <= most else min(max(3 * most, 1.25 * worst), 0.9)
+
+
+@contextmanager
+def _shaken(model: Any, unit: float, seed: int) -> Iterator[None]:
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
+
+    def shake(_module: nn.Module, _args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        signs = torch.empty(output.shape, device=output.device, dtype=torch.float32).uniform_(
+            -1, 1, generator=generator
+        )
+        return (output.float() * (1 + unit * signs)).to(output.dtype)
+
+    handles = [
+        module.register_forward_hook(shake)
+        for module in model.modules()
+        if isinstance(module, nn.Linear | nn.Embedding | QuantizedModule)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def depends_on_longest(config: Any, max_model_len: int) -> str:

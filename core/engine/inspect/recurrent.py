@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,6 @@ from core.engine.inspect.probe import function_bound, probe_tokens, relative_dif
 from core.engine.inspect.recurrence import NONE, Recurrence, RecurrentLayer, StateKey, StateSpec
 from core.engine.models.forward import accepted_arguments, cache_name
 
-_SINCE = "5.21"
-"""The first version of transformers whose caches have the methods of `_noting_class`."""
 _TOKENS = 8
 """Of the runs by which layers are found; half of them make the first chunk where chunks are compared."""
 
@@ -180,60 +178,44 @@ def _state(cache: Any, key: StateKey) -> Tensor | None:
 
 
 def _noting_cache(model: Any) -> Any:
-    """Return an empty cache of the model's layers that notes who uses states; None where no layer has any.
-
-    Raises `NotPageable` where some have, and this version of transformers has no methods to note.
-    """
-    from transformers import DynamicCache, __version__
-
-    kind = _noting_class()
+    """Return an empty cache of the model's layers that notes who uses states; None where no layer has any."""
     try:
         cache_name(model)
-        cache = DynamicCache(config=model.config) if kind is None else kind(model.config)
+        cache = _noting_class()(model.config)
     except Exception:  # transformers has no cache for it, or the model takes none
         return None
-    if not any(hasattr(layer, "recurrent_states") for layer in cache.layers):
-        return None
-    if kind is None:
-        raise NotPageable(
-            f"its layers keep recurrent states, which transformers {__version__} hands out by no method; {_SINCE} does"
-        )
-    return cache
+    return cache if any(hasattr(layer, "recurrent_states") for layer in cache.layers) else None
 
 
 @functools.cache
 def _noting_class() -> Any:
-    """Return the class of caches that note who uses states; None where transformers' caches keep none."""
+    """Return the class of caches that note who uses states: whoever updates them, or reads them by a method.
+
+    transformers before 5.21 has no methods to read them: its layers read what they update, from `cache.layers`.
+    """
     from transformers import DynamicCache
 
-    methods = ("get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state")
-    if not all(hasattr(DynamicCache, name) for name in methods):
-        return None
+    kinds: tuple[Literal["conv", "recurrent"], ...] = ("conv", "recurrent")
 
-    class NotingCache(DynamicCache):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config=config)
-            self.notes = _Notes()
+    def noted(name: str, kind: Literal["conv", "recurrent"]) -> Any:
+        own = getattr(DynamicCache, name)
+        names = list(inspect.signature(own).parameters)
 
-        def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-            _note(self, ("conv", layer_idx, state_idx))
-            return super().get_conv_state(layer_idx, state_idx)
+        @functools.wraps(own)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(names[1:], args, strict=False)) | kwargs
+            _note(self, (kind, given["layer_idx"], given.get("state_idx", 0)))
+            return own(self, *args, **kwargs)
 
-        def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-            _note(self, ("recurrent", layer_idx, state_idx))
-            return super().get_recurrent_state(layer_idx, state_idx)
+        return method
 
-        def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-            _note(self, ("conv", layer_idx, state_idx))
-            return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+    def __init__(self: Any, config: Any) -> None:
+        DynamicCache.__init__(self, config=config)
+        self.notes = _Notes()
 
-        def update_recurrent_state(
-            self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-        ) -> Tensor:
-            _note(self, ("recurrent", layer_idx, state_idx))
-            return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
-
-    return NotingCache
+    methods = {f"{verb}_{kind}_state": kind for verb in ("get", "update") for kind in kinds}
+    found = {name: noted(name, kind) for name, kind in methods.items() if hasattr(DynamicCache, name)}
+    return type("NotingCache", (DynamicCache,), {"__init__": __init__, **found})
 
 
 def _note(cache: Any, key: StateKey) -> None:

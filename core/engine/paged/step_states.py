@@ -109,6 +109,19 @@ class StepCache:
         self.states = states
         self._widths = widths
 
+    @property
+    def layers(self) -> StepLayers:
+        """What layers of transformers before 5.21 read states of."""
+        return StepLayers(self)
+
+    def has_previous_state(self, layer_idx: int, state_idx: int | None = None) -> bool:
+        """Tell whether the sequences have states of a layer, as layers of transformers before 5.21 ask."""
+        return all(
+            state is not None
+            for (_, layer, number), state in self.states.items()
+            if layer == layer_idx and state_idx in (None, number)
+        )
+
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the last inputs of a convolution, (S, channels, width); None where the sequence begins."""
         return self.states.get(("conv", layer_idx, state_idx))
@@ -137,3 +150,27 @@ class StepCache:
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return False: earlier states are not kept."""
         return False
+
+
+class StepLayers:
+    """A `StepCache` by layer."""
+
+    def __init__(self, cache: StepCache) -> None:
+        self._cache = cache
+
+    def __getitem__(self, layer_idx: int) -> StepLayer:
+        return StepLayer(self._cache, layer_idx)
+
+
+class StepLayer:
+    """One layer of a `StepCache`, with the attributes of a cache's layer of transformers."""
+
+    #: Earlier states are not kept.
+    record_past = False
+
+    def __init__(self, cache: StepCache, layer_idx: int) -> None:
+        kinds: dict[str, dict[int, Tensor | None]] = {"conv": {}, "recurrent": {}}
+        for (kind, layer, number), state in cache.states.items():
+            if layer == layer_idx:
+                kinds[kind][number] = state
+        self.conv_states, self.recurrent_states = kinds["conv"], kinds["recurrent"]

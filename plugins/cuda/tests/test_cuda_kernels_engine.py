@@ -30,7 +30,6 @@ from core.host.selection import select_device
 from core.quantization.quantize import quantize
 from tests.engine.lora.folders import ATTENTION, MLP, make_layers, merged, save_adapter
 from tests.recording import acme
-from tests.support import needs_states_in_caches
 
 PROMPTS = ([3, 4, 5, 6, 7], [20, 21, 22])
 CONFIG = EngineConfig(
@@ -122,7 +121,6 @@ def test_shared_experts_run_beside_the_others_on_request(kernel_device: torch.de
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
 def test_experts_without_a_gate_run_on_the_kernels(scheme: str, kernel_device: torch.device) -> None:
     """Nemotron-H's, between latent projections."""
-    needs_states_in_caches()
     device = device_of(kernel_device)
     config = tiny_config("nemotron_h", moe_latent_size=32)
     loaded = build_model(config, torch_device=device.torch_device, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ from core.engine.models.tiny import tiny_config
 from core.errors import ModelError, UsageError
 from core.host.selection import select_device
 from core.verify.execution import run_graph
-from tests.support import needs_states_in_caches, refused
+from tests.support import refused
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,6 @@ def test_a_model_that_can_not_be_paged_has_static_graphs_with_the_reason() -> No
 
 
 def test_a_model_with_recurrent_states_has_paged_graphs() -> None:
-    needs_states_in_caches()
     model = build_model(tiny_config("lfm2"), torch_device=torch.device("cpu"), dtype=torch.float32)
     with engine_graphs(model, select_device("cpu")) as graphs:
         targets = {graph.phase: str([node.target for node in graph.traced.module.graph.nodes]) for graph in graphs}
@@ -95,7 +94,6 @@ def test_a_model_with_recurrent_states_has_paged_graphs() -> None:
 
 
 def test_a_model_that_drops_states_of_prompts_has_paged_graphs_of_both_phases() -> None:
-    needs_states_in_caches()
     model = build_model(tiny_config("mamba"), torch_device=torch.device("cpu"), dtype=torch.float32)
     with engine_graphs(model, select_device("cpu"), cache="paged") as graphs:
         assert {graph.phase for graph in graphs} == {"prefill", "decode"}

@@ -24,7 +24,6 @@ from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError, UsageError
 from core.host.selection import select_device
-from tests.support import needs_states_in_caches
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -164,7 +163,6 @@ def test_a_model_that_has_no_paged_cache_is_refused_and_not_served_otherwise() -
 
 
 def test_layers_that_the_cache_numbers_otherwise_are_refused() -> None:
-    needs_states_in_caches()
     loaded = tiny("zamba2")  # its attention is shared, and cached under the number of the layer that calls it
     with pytest.raises(UsageError, match="a key/value cache of 'fp8'") as caught:
         Engine(loaded, select_device("cpu"), EAGER)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from core.bench.presets import random_model
 from core.compilation.options import CompileOptions
 from core.engine.inspect import probe
 from core.engine.inspect.attention import NotPageable
@@ -166,3 +167,33 @@ def test_rope_parameters_are_found_wherever_they_stand() -> None:
     assert "beyond 32 tokens" in depends_on_longest(config, 64)
     config.rope_parameters = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
     assert depends_on_longest(config, 64) == ""
+
+
+CHAOTIC: dict[str, Any] = {
+    "num_hidden_layers": 12,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 6,
+}
+"""Routers so close to ties that rounding alone makes other logits."""
+
+
+def test_a_model_whose_routers_flip_by_rounding_is_served_and_faults_are_still_found() -> None:
+    config = tiny_config("gpt_oss", **CHAOTIC)
+    model = random_model(config, torch_device=CPU, dtype=torch.bfloat16).model
+    page(model)
+    sequences = probe_sequences(model, max_model_len=64, max_num_seqs=2)
+    with torch.no_grad():
+        expected = own_logits(model, sequences)
+        shaken = probe.shaken_bound(model, sequences, expected, own_logits)
+        assert rounding_bound(model, sequences, expected) < 0.1 < shaken <= 0.9
+        for faulty in (sequences[::-1], [tokens[-2:] for tokens in sequences]):  # mixed, and all context lost
+            assert largest_difference(own_logits(model, faulty), expected) > shaken
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0.0), (torch.bfloat16, 0.1)])
+def test_rounding_moves_a_model_without_routers_little(dtype: torch.dtype, most: float) -> None:
+    model = tiny("llama", dtype)
+    sequences = probe_sequences(model, max_model_len=64, max_num_seqs=2)
+    with torch.no_grad():
+        assert probe.shaken_bound(model, sequences, own_logits(model, sequences), own_logits) <= most

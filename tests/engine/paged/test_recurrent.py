@@ -14,7 +14,7 @@ from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.inspect import recurrent as recurrent_inspection
 from core.engine.inspect.attention import NotPageable
-from core.engine.inspect.probe import own_logits, probe_sequences, rounding_bound
+from core.engine.inspect.probe import largest_difference, own_logits, probe_sequences, rounding_bound
 from core.engine.inspect.recurrence import NONE, StateKey
 from core.engine.inspect.recurrent import inspect_recurrence
 from core.engine.models.loading import build_model
@@ -32,15 +32,9 @@ from core.engine.steps.step import Step
 from core.host.selection import select_device
 from tests.kernel_cases import OpsSeen
 from tests.recording import acme
-from tests.support import needs_states_in_caches
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(max_num_seqs=2, block_size=8, sampling=("greedy",), options=CompileOptions(mode="off"))
-
-
-@pytest.fixture(autouse=True)
-def states_in_caches() -> None:
-    needs_states_in_caches()
 
 
 def tiny(model_type: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -222,12 +216,47 @@ def test_prompts_run_eagerly_where_their_graphs_compute_something_else(
     assert "in graphs, a prefill and one decode step on the paged cache differ from its own forward" in caplog.text
 
 
-def test_a_transformers_without_the_methods_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else models of recurrent layers would be refused for a state nobody found, and those without would be too."""
-    monkeypatch.setattr(recurrent_inspection, "_noting_class", lambda: None)
-    with pytest.raises(NotPageable, match=r"hands out by no method; 5\.\d+ does"):
-        inspect_recurrence(tiny("mamba2"))
-    assert inspect_recurrence(tiny("llama")) is NONE
+def _in_the_spelling_before_5_21(module: Any, hidden_states: Tensor, past_key_values: Any = None, **_: Any) -> Tensor:
+    """A short convolution that reads its state from the cache's layer, as layers of transformers before 5.21 do."""
+    b, c, x = module.in_proj(hidden_states).transpose(-1, -2).chunk(3, dim=-2)
+    values, weight = b * x, module.conv.weight
+    before = past_key_values is not None and past_key_values.has_previous_state(module.layer_idx)
+    if before and values.shape[-1] == 1 and not past_key_values.layers[module.layer_idx].record_past:
+        state = past_key_values.layers[module.layer_idx].conv_states[0]
+        full = torch.cat([state[..., 1:], values], dim=-1)
+        state.copy_(full)
+        out = (full * weight[:, 0]).sum(-1, keepdim=True)
+    else:
+        full, width = values, weight.shape[-1]
+        if past_key_values is not None:
+            full = past_key_values.update_conv_state(values, module.layer_idx, conv_kernel_size=width)
+        padded = torch.nn.functional.pad(full, (width - 1, 0))
+        out = torch.nn.functional.conv1d(padded, weight, groups=weight.shape[0])[..., -values.shape[-1] :]
+    return module.out_proj((c * out).transpose(-1, -2))
+
+
+def test_layers_that_read_their_states_from_the_caches_layers_are_paged(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Cache
+
+    for name in ("get_conv_state", "get_recurrent_state"):
+        monkeypatch.delattr(Cache, name, raising=False)
+    recurrent_inspection._noting_class.cache_clear()
+    model = tiny("lfm2")
+    expected = own_logits(model, probe_sequences(model, max_model_len=64, max_num_seqs=2))
+    convolution = type(next(m for m in model.modules() if type(m).__name__.endswith("ShortConv")))
+    monkeypatch.setattr(convolution, "forward", _in_the_spelling_before_5_21)
+    try:
+        own = own_logits(model, probe_sequences(model, max_model_len=64, max_num_seqs=2))
+        assert largest_difference(own, expected) < 1e-5
+        runner = PagedRunner(model, select_device("cpu"), CONFIG, max_model_len=64)
+        assert "1 layers keep recurrent states in slots" in runner.reason
+        runner.close()
+        stale = SlotStates.taken
+        monkeypatch.setattr(SlotStates, "taken", lambda *given: torch.zeros_like(stale(*given)))
+        with pytest.raises(NotPageable, match="differ from its own forward"):
+            PagedRunner(model, select_device("cpu"), CONFIG, max_model_len=64)
+    finally:
+        recurrent_inspection._noting_class.cache_clear()
 
 
 def test_tokens_as_a_batch_are_multiplied_in_one_product() -> None:

@@ -20,7 +20,7 @@ from core.engine.steps.runner import EngineConfig
 from core.errors import LoweringError, ModelError, UsageError
 from core.host.selection import select_device
 from tests.engine.lora.folders import ATTENTION, MLP, make_layers, save_adapter
-from tests.support import cpu, needs_states_in_caches, refused
+from tests.support import cpu, refused
 
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 LENGTHS = (1, 40, 7, 61, 16, 33, 2, 50)
@@ -138,7 +138,6 @@ def test_a_model_without_the_paged_cache_is_refused() -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "falcon_h1", "lfm2"])
 def test_a_model_with_recurrent_states_is_refused(model_type: str) -> None:
-    needs_states_in_caches()
     with refused(UsageError, "deterministic='batch'", "keeps recurrent states, and no implementation"):
         engine_of(model_type, max_num_seqs=2)
 

@@ -28,7 +28,6 @@ from core.engine.steps.step import Flight, Step, StepOutput
 from core.errors import ModelError, UsageError
 from tests.marks import slow_except
 from tests.recording import acme
-from tests.support import needs_states_in_caches
 
 TYPES = (
     "bailing_hybrid",
@@ -66,11 +65,6 @@ CONFIG = EngineConfig(
     sampling=("greedy",),
     options=CompileOptions(lowering="inline", strict=True),
 )
-
-
-@pytest.fixture(autouse=True)
-def states_in_caches() -> None:
-    needs_states_in_caches()
 
 
 @dataclass

@@ -21,7 +21,6 @@ from core.host.selection import select_device
 from core_cpu.ops.recurrent import IMPLEMENTATIONS
 from tests.kernel_cases import CPU, DTYPES
 from tests.recurrent_cases import OPS, calls, judged
-from tests.support import needs_states_in_caches
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -113,7 +112,6 @@ def test_an_engine_runs_prompts_and_decode_by_the_kernels_in_compiled_graphs(
 ) -> None:
     """Each sequence of a batch gets the tokens that transformers gives for it alone."""
     transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'")
-    needs_states_in_caches()
     torch.manual_seed(0)
     loaded = build_model(tiny_config(model_type), torch_device=CPU, dtype=torch.float32)
     prompts = [list(range(3, 3 + length)) for length in (9, 2, 14)]

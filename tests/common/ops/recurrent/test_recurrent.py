@@ -16,7 +16,6 @@ from core.common.numerics import MIN_ELEMENTS, Fp64Mode, judge
 from core.common.ops.declaration import CanonicalOp
 from core.common.ops.recurrent import CAUSAL_CONV1D_UPDATE, GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE
 from tests.common.ops.canonical_oracle import Call, assert_raises, every_sample, faked, run, sample
-from tests.support import needs_states_in_caches
 
 OPS = (CAUSAL_CONV1D_UPDATE, GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE)
 CASES = [pytest.param(op, s.name, id=f"{op.name}-{s.name}") for op in OPS for s in every_sample(op)]
@@ -157,7 +156,6 @@ def judged(op: CanonicalOp, call: Call) -> None:
 @DTYPES
 @pytest.mark.parametrize(("op", "name"), CASES)
 def test_each_sample_agrees_with_transformers(op: CanonicalOp, name: str, dtype: torch.dtype) -> None:
-    needs_states_in_caches()
     call = sample(op, name, dtype)
     if "scale" not in call or call["scale"] == call["states"].shape[-2] ** -0.5:
         judged(op, call)
@@ -276,7 +274,6 @@ def test_a_near_miss_raises(near_miss: str) -> None:
 @EACH
 def test_4096_steps_do_not_drift(op: CanonicalOp, dtype: torch.dtype) -> None:
     """The errors of results and state after so many steps are like those of transformers' own code."""
-    needs_states_in_caches()
     first = sample(op, "no slots", dtype)
     states = [
         {"states": first["states"].clone()},

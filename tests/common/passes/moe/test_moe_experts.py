@@ -32,7 +32,7 @@ from core.engine.models.tiny import tiny_config
 from core.verify.execution import run_graph
 from core.verify.verify import checker
 from tests.marks import slow_except
-from tests.support import cpu, needs_states_in_caches
+from tests.support import cpu
 
 F32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -352,7 +352,6 @@ def test_a_model_is_lifted_whole(name: str, dtype: torch.dtype) -> None:
 def test_experts_without_a_gate_are_lifted_in_the_engines_graphs(
     phase: str, dtype: torch.dtype, changes: dict[str, Any]
 ) -> None:
-    needs_states_in_caches()
     loaded = build_model(tiny_config("nemotron_h", **changes), torch_device=torch.device("cpu"), dtype=dtype)
     with engine_graphs(loaded, cpu(), cache="paged", phases=(phase,)) as (graph,):
         module, (values, *_) = graph.traced.module, graph.values()

@@ -28,7 +28,7 @@ from core.errors import LoweringError
 from core.host.selection import select_device
 from core.verify.execution import Run, run_graph
 from tests.common.passes.lifting import draw
-from tests.support import needs_states_in_caches, refused
+from tests.support import refused
 
 ROWS, HEADS, KEYS, VALUES = 3, 16, 16, 8
 """Many heads: steps and decays are shared by all of a head, and the errors of a few numbers would decide."""
@@ -47,11 +47,6 @@ PER_HEAD = {
     for dtype in (torch.float32, torch.bfloat16)
 }
 RATES = draw(HEADS, VALUES, KEYS)
-
-
-@pytest.fixture(autouse=True)
-def states_in_caches() -> None:
-    needs_states_in_caches()
 
 
 @dataclass

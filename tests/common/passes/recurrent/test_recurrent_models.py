@@ -20,7 +20,7 @@ from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.verify.execution import run_graph
 from tests.marks import slow_except
-from tests.support import cpu, needs_states_in_caches
+from tests.support import cpu
 
 CONVOLUTION, DELTA, SPACE = "causal_conv1d_update", "gated_delta_rule", "selective_state_update"
 TYPES = {
@@ -50,7 +50,6 @@ IN_FP32 = ("bailing_hybrid",)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("model_type", slow_except(TYPES, "lfm2"))
 def test_each_state_of_a_model_has_its_op(model_type: str, phase: str) -> None:
-    needs_states_in_caches()
     torch.manual_seed(0)
     dtype = torch.float32 if model_type in IN_FP32 else torch.bfloat16
     loaded = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=dtype)

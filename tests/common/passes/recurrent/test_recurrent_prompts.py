@@ -26,7 +26,6 @@ from core.compilation.trace.tracing import trace
 from core.errors import TraceError
 from core.verify.execution import Run, run_graph
 from tests.common.passes.lifting import draw
-from tests.support import needs_states_in_caches
 
 STARTS, NUM_TOKENS, HEADS, KEYS, VALUES = torch.tensor([0, 5, 5, 22, 23], dtype=torch.int32), 25, 16, 16, 8
 """Four sequences, one without tokens, and two tokens of padding."""
@@ -121,11 +120,6 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 BOUNDED = torch.arange(NUM_TOKENS) % 3 > 0
 """Tokens of prompts, in a step that has others."""
 BOUNDS = (0.4, 0.9)
-
-
-@pytest.fixture(autouse=True)
-def states_in_caches() -> None:
-    needs_states_in_caches()
 
 
 def traced(
