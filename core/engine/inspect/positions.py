@@ -2,7 +2,7 @@
 
 Most take positions 0, 1, 2, …; some take them and count from another number where they are given none (RoBERTa: after
 its padding index). Others take none: a module of theirs looks up rows of a table by a count of its own, which would
-run on across the sequences of a step. Such a module is told the positions instead (`core.engine.paged.positions`).
+run on across the sequences of a step. Such a module is told the positions instead (`core.engine.steps.positions`).
 
 Legend of shapes: T tokens, N rows of a table, D their size.
 """
@@ -42,7 +42,7 @@ class Rows:
     size: int | None = None
 
     def of(self, positions: Tensor, tokens: Tensor) -> Tensor:
-        """Return the numbers of tokens, (T,) int64. positions: from 0 in each sequence, (T,). tokens: their ids."""
+        """Return the numbers of tokens, int64. positions: from 0 in each sequence. tokens: their ids, of that shape."""
         numbers = positions + self.first
         if self.padding is None:
             return numbers

@@ -12,8 +12,8 @@ from core.engine.inspect.attention import AttentionLayer, LayerState, StepTensor
 from core.engine.inspect.positions import ZERO_BASED, Counting
 from core.engine.inspect.recurrence import NONE, Recurrence
 from core.engine.paged.groups import LayerGroup
-from core.engine.paged.positions import ServedPositions
 from core.engine.paged.recurrent import RecurrentStates
+from core.engine.steps.positions import ServedPositions
 
 
 class PagedCache:

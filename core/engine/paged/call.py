@@ -14,10 +14,10 @@ from core.engine.inspect.attention import StepTensors
 from core.engine.lora.memory import AdapterMemory
 from core.engine.models.forward import accepted_arguments
 from core.engine.models.sharding.gathering import HeadParts, argmax_of_parts
-from core.engine.paged.positions import ServedPositions
 from core.engine.paged.step_states import RecurrentStep, SlotStates, TokenStates
 from core.engine.steps.histories import STEP_OF_HISTORIES, Histories
 from core.engine.steps.inputs import table_names
+from core.engine.steps.positions import ServedPositions
 from core.engine.steps.sampling import next_tokens
 
 
@@ -82,7 +82,7 @@ class PagedLogits:
         if self._recurrent is not None:
             self._recurrent.batch = self._batch(tables["state_slots"], seq_lens, query_starts, tables["in_prompt"])
         arguments = {"logits_to_keep": logit_rows} if self._selects_rows else {}
-        arguments |= self._positions.begin(position_ids, input_ids)
+        arguments |= self._positions.begin(position_ids[None], input_ids[None])
         output = self._model(input_ids=input_ids[None], use_cache=False, return_dict=True, **arguments)
         for step in self._steps:
             step.clear()

@@ -15,8 +15,8 @@ from core.engine.inspect.positions import find_counting
 from core.engine.inspect.probe import depends_on_longest
 from core.engine.inspect.recurrent import inspect_recurrence
 from core.engine.paged.groups import make_groups
-from core.engine.paged.positions import ServedPositions
 from core.engine.paged.sizing import step_bytes
+from core.engine.steps.positions import ServedPositions
 from core.engine.steps.runner import EngineConfig
 from core.errors import UsageError
 

@@ -12,7 +12,7 @@ from core.engine.inspect.attention import SIZE, implementation
 from core.engine.inspect.indexing import checked_indices
 from core.engine.models.forward import accepted_arguments
 from core.engine.paged.groups import CacheNeeds, CacheSize
-from core.engine.paged.positions import ServedPositions
+from core.engine.steps.positions import ServedPositions
 from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError
 
@@ -57,7 +57,7 @@ def step_bytes(model: Any, device: Device, positions: ServedPositions, *, num_to
     arguments = {"logits_to_keep": rows} if "logits_to_keep" in accepted_arguments(model) else {}
     device.parts.reset_peak_memory()
     before = memory().used_bytes
-    with implementation(model, SIZE), positions.alone(tokens[0]) as told:
+    with implementation(model, SIZE), positions.alone(tokens) as told:
         model(input_ids=tokens, use_cache=False, return_dict=True, **arguments, **told)
     device.parts.synchronize()
     return max(0, memory().peak_bytes - before)

@@ -19,9 +19,9 @@ from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.paged import runner as paged_runner
 from core.engine.paged.model import PagedModel
-from core.engine.paged.positions import ServedPositions
 from core.engine.paged.runner import PagedRunner
 from core.engine.serve.engine import Engine
+from core.engine.steps.positions import ServedPositions
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.step import Step
 from core.host.selection import select_device
@@ -117,7 +117,7 @@ def _without_offset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _of_another_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     own: Callable[..., dict[str, Tensor]] = ServedPositions.begin
-    monkeypatch.setattr(ServedPositions, "begin", lambda self, at, tokens: own(self, at.roll(1), tokens))
+    monkeypatch.setattr(ServedPositions, "begin", lambda self, at, tokens: own(self, at.roll(1, dims=1), tokens))
 
 
 def _from_zero_in_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

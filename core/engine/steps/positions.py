@@ -1,6 +1,6 @@
 """Tells the modules of a model that count positions themselves those of the step's tokens.
 
-Legend of shapes: T tokens of a step, D the size of a row.
+Legend of shapes: B sequences of a step (1 where its tokens are packed), T tokens of each, D the size of a row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOOKUP = "_core_lookup"
 
 @dataclass(slots=True, eq=False)
 class StepPositions:
-    """The tokens of the step being run: positions from 0 in each sequence, and ids, (T,) each; None outside of one."""
+    """The tokens of the step that runs: positions from 0 in each sequence, and ids, (B, T) each; None outside of one."""
 
     positions: Tensor | None = None
     tokens: Tensor | None = None
@@ -68,7 +68,7 @@ class ServedPositions:
         """
         self._step.positions, self._step.tokens = positions, tokens
         given: Rows | None = self._given
-        return {} if given is None else {"position_ids": given.of(positions, tokens)[None]}
+        return {} if given is None else {"position_ids": given.of(positions, tokens)}
 
     def clear(self) -> None:
         """Forget the step."""
@@ -76,7 +76,7 @@ class ServedPositions:
 
     @contextmanager
     def alone(self, tokens: Tensor) -> Iterator[dict[str, Tensor]]:
-        """Attach for one call of the model with every token at position 0. tokens: (T,)."""
+        """Attach for one call of the model with every token at position 0. tokens: (B, T)."""
         self.attach()
         try:
             yield self.begin(tokens.new_zeros(tokens.shape), tokens)
@@ -92,4 +92,4 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     if step.positions is None or step.tokens is None:
         return type(module).forward(module, *args, **kwargs)
     rows = functional.embedding(lookup.rows.of(step.positions, step.tokens), getattr(module, lookup.table))
-    return rows[None] if lookup.batched else rows
+    return rows if lookup.batched or rows.shape[0] > 1 else rows[0]
