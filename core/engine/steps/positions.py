@@ -21,7 +21,7 @@ _LOOKUP = "_core_lookup"
 
 @dataclass(slots=True, eq=False)
 class StepPositions:
-    """The tokens of the step that runs: positions from 0 in each sequence, and ids, (B, T) each; None outside of one."""
+    """The tokens of the step that runs: positions from 0 in each sequence, and ids, (B, T) each; else None."""
 
     positions: Tensor | None = None
     tokens: Tensor | None = None

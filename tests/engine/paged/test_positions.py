@@ -25,6 +25,7 @@ from core.engine.steps.positions import ServedPositions
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.step import Step
 from core.host.selection import select_device
+from tests.recording import acme
 
 CPU = torch.device("cpu")
 EAGER = EngineConfig(max_num_seqs=3, block_size=8, prefill_buckets=(48,), options=CompileOptions(mode="off"))
@@ -97,6 +98,15 @@ def test_requests_that_come_and_go_get_the_tokens_of_each_alone(model_type: str)
     with Engine(loaded, select_device("cpu"), SERVING) as engine:
         assert engine.route == "paged" and set(engine.report().modes.values()) == {"compile"}
         serve_staggered(engine)
+
+
+@pytest.mark.parametrize("model_type", ["bart", "roberta"])
+def test_drafts_are_verified_at_their_positions_in_graphs_that_only_replay(model_type: str) -> None:
+    loaded = build_model(tiny_config(model_type), torch_device=CPU, dtype=torch.float32)
+    with Engine(loaded, acme(), replace(SERVING, speculative=3)) as engine:
+        assert engine.report().modes == {"decode": "full", "prefill": "piecewise", "verify": "full"}
+        serve_staggered(engine)
+        assert engine.stats().accepted["ngram"] >= 8
 
 
 @pytest.mark.parametrize("model_type", ["bart", "roberta", "marian"])
