@@ -39,20 +39,24 @@ def open_model(
     device: Device,
     dtype: str,
     quantize: Quantize | None = None,
-    part: Callable[[LoadedModel], LoadedModel] | None = None,
+    *,
+    sharded: bool = False,
+    seen: Callable[[LoadedModel], LoadedModel] | None = None,
 ) -> tuple[LoadedModel, str]:
     """Return the model on the device and its title; raise as `resolve_model` does, and for an unknown preset.
 
-    part: gets the model before it is quantised, and returns of it what this process holds.
+    sharded: hold only this process's part, as `resolve_model` and `random_model` do. seen: gets the model, cut, before
+    it is quantised, and returns it with what is to be added.
     """
     found = find(model, preset)
     if found is None:
-        made, name = resolve_model(model, device, dtype)
+        made, name = resolve_model(model, device, dtype, sharded=sharded)
     else:
         kind = preset_dtype(found, device, dtype)
-        made = random_model(found.config(), torch_device=device.torch_device, dtype=kind, title=f"preset {found.name}")
+        title = f"preset {found.name}"
+        made = random_model(found.config(), torch_device=device.torch_device, dtype=kind, title=title, sharded=sharded)
         name = f"{found.name}, random weights"
-    made = made if part is None else part(made)
+    made = made if seen is None else seen(made)
     return (made, name) if quantize is None else (quantize.apply(made), quantized_name(name, quantize))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -12,11 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from core.bench.preset_names import check_preset
+from core.common.ops.collective.collectives import group_size
 from core.engine.models.hf import driven, import_transformers
 from core.engine.models.loading import LoadedModel, loaded_model
+from core.engine.models.sharding import cut_parameters, plan_of, shard_model
+from core.engine.models.sharding.cuts import Cut, rank_in
 from core.errors import ModelError
+from core.quantization.layers import num_weights
 
 _POSITIONS = 131_072
 
@@ -145,35 +151,84 @@ def find_preset(name: str) -> Preset:
 
 
 def random_model(
-    config: Any, *, torch_device: torch.device, dtype: torch.dtype, seed: int = 0, title: str = "a random model"
+    config: Any,
+    *,
+    torch_device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    title: str = "a random model",
+    sharded: bool = False,
 ) -> LoadedModel:
     """Build a causal language model with random weights, none of which passes through the host's memory.
 
     Matrices are drawn from N(0, 1/sqrt(hidden size)), which keeps activations and logits near 1 in any depth; vectors
     (norm weights) from within 0.25 of what the model initialises them to, since a constant hides a step that is left
-    out. The random state of the host is left as it was. Raises `ModelError` where the device has too little memory.
+    out. The random state of the host is left as it was. sharded: cut the model among the processes of the default group
+    as `shard_model` does, with the values of the whole; the device holds its part, and one whole matrix at a time.
+    Raises `ModelError` where the device has too little memory, and with `sharded` as `shard_model` does.
     """
     transformers = import_transformers()
     start_s = time.perf_counter()
     try:
         with driven(None) as logged, torch.random.fork_rng(devices=[]), torch.device(torch_device):
             torch.manual_seed(seed)
-            # Constructors compute buffers such as rotary frequencies, so the model can't be built on the meta device.
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-            _draw(model, config.get_text_config().hidden_size ** -0.5)
+            # Constructors compute buffers such as rotary frequencies, so they are not run on the meta device.
+            with _matrices_on_meta():
+                model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            num_parameters = num_weights(model)
+            _draw(model, float(config.get_text_config().hidden_size ** -0.5), sharded)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"making {title} on {torch_device}",
             found=f"out of memory: {' '.join(str(error).split())[:200]}",
             remedy="choose a smaller preset or a narrower dtype, or free memory there",
         ) from None
-    return loaded_model(model, dtype=dtype, logged=logged, load_time_s=time.perf_counter() - start_s)
+    loaded = loaded_model(model, dtype=dtype, logged=logged, load_time_s=time.perf_counter() - start_s)
+    return replace(loaded, num_parameters=num_parameters)
+
+
+@contextmanager
+def _matrices_on_meta() -> Iterator[None]:
+    """Give modules that are made meanwhile matrices without memory: they are drawn one by one, once it is known which
+    part of them this process holds."""
+
+    made: dict[int, nn.Parameter] = {}  # one of these comes again where modules share it
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.dim() < 2 or id(parameter) in made:
+            return None
+        new = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        made[id(new)] = new
+        return new
+
+    hook: Any = without_memory  # torch states that it returns nothing, and takes what it returns
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @torch.no_grad()
-def _draw(model: nn.Module, std: Any) -> None:
-    for parameter in model.parameters():
-        if parameter.dim() >= 2:
-            parameter.normal_(0.0, float(std))
+def _draw(model: nn.Module, std: float, sharded: bool) -> None:
+    names: dict[int, list[str]] = {}  # several where modules share a weight
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    sizes = {each[0]: tuple(model.get_parameter(each[0]).shape) for each in names.values()}
+    cuts: dict[str, Cut] = {}
+    if sharded:
+        plan = plan_of(model, group_size(""))
+        cuts = cut_parameters(model, plan, group_size(""))
+        shard_model(model, plan)
+    for first, *more in names.values():
+        held = model.get_parameter(first)
+        drawn = torch.empty(sizes[first], dtype=held.dtype)
+        drawn = drawn.normal_(0.0, std) if held.dim() >= 2 else drawn.uniform_(-0.25, 0.25)
+        part = cuts[first].of(drawn, rank_in(""), group_size("")) if first in cuts else drawn
+        if held.dim() >= 2:
+            held = nn.Parameter(part)
+            for name in (first, *more):
+                owner, _, own = name.rpartition(".")
+                setattr(model.get_submodule(owner), own, held)
         else:
-            parameter.add_(torch.empty_like(parameter).uniform_(-0.25, 0.25))
+            held.add_(part)

@@ -29,7 +29,7 @@ from core.cli.model_argument import (
 )
 from core.cli.output import check_file, json_text, print_items, status
 from core.cli.pass_options import NO_PASS, NO_PASSES, ONLY_PASS, WITH_PASS, pass_switches
-from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, shard
+from core.cli.ranks import TP, TP_TIMEOUT, run_on_ranks, tried
 from core.cli.values import check_positive, numbers
 from core.engine.parallel.interrupts import interrupted_by_sigterm
 from core.errors import UsageError
@@ -250,13 +250,13 @@ def _bench(
         if apart:
             measured = peers.apart(*random_config(asked, device), device, progress)
 
-        def before_quantising(whole: LoadedModel) -> LoadedModel:
-            """Have peers read what the model is now; return this process's part of it."""
-            subjects.update(peers.of(whole, random=asked["preset"] is not None))
-            return shard(whole, rank=rank)
+        def before_quantising(loaded: LoadedModel) -> LoadedModel:
+            """Have peers read what the model is now, and try the cut of one that several ranks share."""
+            subjects.update(peers.of(loaded, random=asked["preset"] is not None))
+            return tried(loaded, rank)
 
         how = (asked["model"], asked["preset"], device, asked["dtype"], quantize)
-        loaded, title = open_model(*how, before_quantising)
+        loaded, title = open_model(*how, sharded=rank.size > 1, seen=before_quantising)
         note_phase("serve")
         chosen = peers.choice
         settings = replace(settings, subjects=chosen.subjects, peers=tuple(subjects))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.cli.output import json_text, print_items, status
-from core.cli.ranks import shard
+from core.cli.ranks import tried
 from core.compilation.report import counted
 from core.errors import UsageError
 
@@ -97,8 +97,8 @@ def _serve(
 
     device, rank = open_device(asked["device"], timeout_s=tp_timeout)
     note_phase("load")
-    part = partial(shard, rank=rank)
-    loaded, _ = open_model(asked["model"], asked["preset"], device, asked["dtype"], asked_quantize(asked), part)
+    how = (asked["model"], asked["preset"], device, asked["dtype"], asked_quantize(asked))
+    loaded, _ = open_model(*how, sharded=rank.size > 1, seen=partial(tried, rank=rank))
     say("compiling")
     with make_engine(loaded, device, config, rank) as engine:
         if isinstance(engine, FollowingEngine):

@@ -109,15 +109,6 @@ def told(error: Exception, *, debug: bool) -> bool:
     return is_launched()
 
 
-def shard(loaded: LoadedModel, rank: Rank, experts: ExpertCut = "width") -> LoadedModel:
-    """Cut the model, in place, into the part of this rank; return it as it was where there is one rank."""
-    if rank.size > 1:
-        from core.engine.models.sharding import plan_of, shard_model
-
-        shard_model(loaded.model, plan_of(loaded.model, rank.size, experts))
-    return tried(loaded, rank, experts)
-
-
 def tried(loaded: LoadedModel, rank: Rank, experts: ExpertCut = "width") -> LoadedModel:
     """Try the way in which a model was cut on a tiny one of its type; return it, with a warning where that can't be.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 from core.bench.model import find, open_model, preset_dtype
 from core.bench.presets import PRESETS, find_preset, random_model
 from core.device import Capabilities
+from core.engine.models.sharding import shard_model
 from core.errors import ModelError, UsageError
+from tests.common.processes import pretended
 from tests.support import cpu, refused
 
 
@@ -100,3 +103,21 @@ def test_dtypes_of_a_preset() -> None:
     parts = type(narrow.parts)(torch_device=narrow.torch_device, capabilities=capabilities, memory=narrow.parts.memory)
     assert preset_dtype(PRESETS["llama-8b"], cpu(parts=parts), "auto") is torch.float32
     assert open_model(None, "tiny-llama", narrow, "auto")[0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-moe"])
+def test_a_rank_draws_its_part_of_the_model_that_one_process_draws(name: str, rank: int) -> None:
+    preset = PRESETS[name]
+    how: dict[str, Any] = {"torch_device": torch.device("cpu"), "dtype": torch.float32}
+    whole = random_model(preset.config(), **how)
+    with pretended(rank=rank):
+        part = random_model(preset.config(), **how, sharded=True)
+        shard_model(whole.model)
+    assert part.num_parameters == whole.num_parameters
+    held = dict(part.model.named_parameters(remove_duplicate=False))
+    assert held.keys() == dict(whole.model.named_parameters(remove_duplicate=False)).keys()
+    assert sum(p.numel() for p in part.model.parameters()) < 0.6 * part.num_parameters
+    assert all(torch.equal(held[key], each) for key, each in whole.model.named_parameters(remove_duplicate=False))
+    tied = part.config.tie_word_embeddings
+    assert (held["lm_head.weight"] is held["model.embed_tokens.weight"]) == tied

@@ -62,11 +62,11 @@ def _wait(running: list[subprocess.Popen[bytes]], deadline: float, texts: list[P
 
 
 @contextmanager
-def pretended(size: int = 2) -> Iterator[str]:
-    """Make this process believe that it is the first of a group, and yield its name; collectives compute nothing."""
+def pretended(size: int = 2, rank: int = 0) -> Iterator[str]:
+    """Make this process believe that it is a member of a group, and yield its name; collectives compute nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         group: Any = distributed.group.WORLD
         yield str(group.group_name)
