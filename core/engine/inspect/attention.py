@@ -181,7 +181,7 @@ def _inspect_attention(
         window=_window(path, recording, attention_mask, options),
         dtype=key.dtype,
     )
-    _check_call(path, module, query, key, options)
+    _check_call(path, query, key, options)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -205,13 +205,11 @@ def _window(path: str, recording: _Recording, mask: Tensor | None, options: Mapp
     return window
 
 
-def _check_call(path: str, module: nn.Module, query: Tensor, key: Tensor, options: Mapping[str, Any]) -> None:
+def _check_call(path: str, query: Tensor, key: Tensor, options: Mapping[str, Any]) -> None:
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise NotPageable(
             f"{path} attends from {tuple(query.shape)} to {tuple(key.shape)}: not self-attention by token"
         )
-    if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise NotPageable(f"{path} is not causal")
     if options.get("dropout"):
         raise NotPageable(f"{path} drops attention weights at inference")
     for name, value in options.items():

@@ -40,17 +40,20 @@ def function_bound(model: Any) -> float:
     return 1e-3 if _dtype(model).itemsize >= 4 and not rounds_inputs(model) else 0.1
 
 
-@checked_indices()
 def position_difference(model: Any) -> float:
-    """Return how much position ids 0, 1, 2, … change the model's own forward; infinity where it takes none.
+    """Return how much position ids 0, 1, 2, … change the model's own forward; infinity where it declares none.
 
-    0 up to rounding for most; some count from another number, and then only they know how.
+    0 up to rounding for most; some count from another number (`core.engine.inspect.positions`).
     """
-    if "position_ids" not in accepted_arguments(model):
-        return float("inf")
+    return given_difference(model) if "position_ids" in accepted_arguments(model) else float("inf")
+
+
+@checked_indices()
+def given_difference(model: Any, first: int = 0) -> float:
+    """Return how much position ids first, first + 1, … change the model's own forward, which may ignore them."""
     tokens = probe_tokens(model, min(8, max_position(model.config) or 8))
     ids = torch.tensor([tokens], device=next(model.parameters()).device)
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
     expected, given = (
         model(input_ids=ids, use_cache=False, return_dict=True, **arguments).logits
         for arguments in ({}, {"position_ids": positions})
@@ -64,9 +67,11 @@ def counts_from_zero(model: Any) -> bool:
 
 
 def probe_tokens(model: Any, length: int, first: int = 3) -> list[int]:
-    """Return `length` token ids for comparing two ways to run a model."""
-    vocab: int = model.config.get_text_config().vocab_size
-    return [(7 * i + first) % vocab for i in range(length)]
+    """Return `length` token ids for comparing two ways to run a model: no padding, which some do not count."""
+    text = model.config.get_text_config()
+    tokens = [(7 * i + first) % text.vocab_size for i in range(length)]
+    padding = getattr(text, "pad_token_id", None)
+    return [(each + 1) % text.vocab_size if each == padding else each for each in tokens]
 
 
 def probe_sequences(model: Any, *, max_model_len: int, max_num_seqs: int) -> list[list[int]]:
@@ -227,10 +232,10 @@ def _cached_logits(model: Any, sequences: Sequence[Sequence[int]], chunks: Chunk
     """Run all but the last token, in these chunks, then the last, on whatever the forward returns and takes under one
     name."""
     rows = []
+    counted = counts_from_zero(model)  # others go on counting by the cache's length
     for tokens in sequences:
         ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        counted = "position_ids" in accepted_arguments(model)
         found: list[Tensor] = []
         cache: dict[str, Any] = {}
         for each in positions.split([*chunks(ids.shape[1] - 1), 1], dim=1):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import core.common.ops.linear  # noqa: F401  # registers core::add_lora
 from core.engine.inspect.attention import SIZE, implementation, register_interfaces
 from core.engine.inspect.indexing import checked_indices
+from core.engine.models.forward import accepted_arguments
 from core.engine.models.hf import import_transformers
 from core.quantization.layers import QuantizedLinear, WeightOnlyLinear
 
@@ -81,7 +82,8 @@ def find_layers(model: Any) -> dict[str, FoundLayer]:
     """Return the linear layers that adapters may have, by path and in the order in which they run.
 
     They are those that a forward runs once, over all of its tokens, and that give one row of O numbers for each of
-    them: not the output layer, nor experts of their own, nor routers, which choose.
+    them: not the output layer, nor layers of a head that gets the last tokens alone, nor experts of their own, nor
+    routers, which choose.
     """
     sizes = {module: found for module in model.modules() if (found := _sizes(module)) is not None}
     sizes.pop(model.get_output_embeddings(), None)
@@ -97,10 +99,11 @@ def find_layers(model: Any) -> dict[str, FoundLayer]:
     register_interfaces()
     ids = torch.arange(_NUM_TOKENS, device=next(model.parameters()).device)[None]
     tokens = ids % model.config.get_text_config().vocab_size
+    kept = {"logits_to_keep": ids[0, -1:]} if "logits_to_keep" in accepted_arguments(model) else {}
     handles = [module.register_forward_hook(note, with_kwargs=True) for module in sizes]
     try:
         with torch.no_grad(), implementation(model, SIZE):
-            model(input_ids=tokens, position_ids=torch.zeros_like(ids), use_cache=False)
+            model(input_ids=tokens, position_ids=torch.zeros_like(ids), use_cache=False, **kept)
     finally:
         for handle in handles:
             handle.remove()

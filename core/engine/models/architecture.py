@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 import torch
+from torch import nn
 
 from core.engine.models.hf import import_transformers
 from core.errors import ModelError
@@ -90,11 +91,23 @@ def config_dtype(config: Any) -> torch.dtype:
 def max_position(config: Any) -> int | None:
     """Return how many positions the model was made for, or None where it states no limit (recurrent models, ALiBi)."""
     part = text_config(config)
-    for name in ("max_position_embeddings", "max_seq_len"):
+    for name in ("max_position_embeddings", "max_seq_len", "max_target_positions"):
         value = getattr(part, name, None)
         if isinstance(value, int) and value > 0:
             return value
     return None
+
+
+def num_positions(model: Any, stated: int | None) -> int | None:
+    """Return how many positions a model can count, of those that its configuration states.
+
+    With a row for padding in its table of positions, it begins to count after that row (RoBERTa: 512 of 514).
+    """
+    tokens = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding) and module is not tokens)
+    padding = (table.padding_idx for table in tables if table.num_embeddings == stated)
+    before = max((row + 1 for row in padding if row is not None), default=0)
+    return None if stated is None else stated - before
 
 
 def stop_token_ids(model: Any) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from core.engine.models.architecture import (
     check_causal,
     config_dtype,
     max_position,
+    num_positions,
     stop_token_ids,
 )
 from core.engine.models.bounds import check_checkpoint_size, check_finite, check_memory
@@ -241,7 +242,7 @@ def loaded_model(
         path=path,
         dtype=dtype,
         num_parameters=num_weights(model),
-        max_position=max_position(model.config),
+        max_position=num_positions(model, max_position(model.config)),
         stop_token_ids=stop_token_ids(model),
         load_time_s=load_time_s,
         warnings=(*warnings, *(" ".join(message.split()) for message in logged)),

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from core.engine.inspect.attention import AttentionLayer, LayerState, StepTensors, attach, detach
+from core.engine.inspect.positions import ZERO_BASED, Counting
 from core.engine.inspect.recurrence import NONE, Recurrence
 from core.engine.paged.groups import LayerGroup
 from core.engine.paged.recurrent import RecurrentStates
+from core.engine.steps.positions import ServedPositions
 
 
 class PagedCache:
@@ -34,6 +36,7 @@ class PagedCache:
         scales: Mapping[nn.Module, tuple[Tensor | None, Tensor | None]] | None = None,
         recurrence: Recurrence = NONE,
         num_slots: int = 0,
+        counting: Counting = ZERO_BASED,
     ) -> None:
         #: What the layers of each group are given in the step that runs.
         self.steps = tuple(StepTensors() for _ in groups)
@@ -52,6 +55,9 @@ class PagedCache:
                 states[module] = LayerState(keys, values, layer.window, step, *own)
         # Allocated all before any is attached: where memory runs out, no module keeps a cache.
         self.recurrent = RecurrentStates(recurrence, num_slots=num_slots, device=device)
+        #: How the model is given the positions of a step.
+        self.positions = ServedPositions(counting)
+        self.positions.attach()
         for module, state in states.items():
             attach(module, state)
 
@@ -69,11 +75,13 @@ class PagedCache:
         """Forget the step that ran."""
         for step in self.steps:
             step.clear()
+        self.positions.clear()
         self.recurrent.clear()
 
     def close(self) -> None:
         """Detach from the model and free the tensors."""
         for module in self._modules:
             detach(module)
+        self.positions.detach()
         self.recurrent.close()
         self._tensors.clear()

@@ -17,6 +17,7 @@ from core.engine.models.sharding.gathering import HeadParts, argmax_of_parts
 from core.engine.paged.step_states import RecurrentStep, SlotStates, TokenStates
 from core.engine.steps.histories import STEP_OF_HISTORIES, Histories
 from core.engine.steps.inputs import table_names
+from core.engine.steps.positions import ServedPositions
 from core.engine.steps.sampling import next_tokens
 
 
@@ -29,27 +30,28 @@ class PagedLogits:
         steps: Sequence[StepTensors],
         max_query_len: int,
         *,
+        positions: ServedPositions,
         states: HiddenStates | None = None,
         states_group: int = 0,
         adapters: AdapterMemory | None = None,
         recurrent: RecurrentStep | None = None,
         head: HeadParts | None = None,
     ) -> None:
-        """steps: what the layers of each group read. states: what the model writes or reads in the slots of a group.
-        adapters: those that its linear layers have. recurrent: what the layers that keep recurrent states read; before
-        a call with prompts, `RecurrentStates.begin` has to be told of its step. head: of a model
-        that processes share, one for all calls of a runner."""
+        """steps: what the layers of each group read. positions: how the model is told a step's. states: what the model
+        writes or reads in the slots of a group. adapters: those that its linear layers have. recurrent: what the layers
+        that keep recurrent states read; before a call with prompts, `RecurrentStates.begin` has to be told of its step.
+        head: of a model that processes share, one for all calls of a runner."""
         self._model = model
         self._steps = tuple(steps)
         self._names = [table_names(group) for group in range(len(self._steps))]
         self._max_query_len = max_query_len
+        self._positions = positions
         self._states = states
         self._state_slots = table_names(states_group)[1]
         self._adapters = adapters
         self._recurrent = recurrent
         self.head = head
-        accepted = accepted_arguments(model)
-        self._selects_rows, self._takes_positions = "logits_to_keep" in accepted, "position_ids" in accepted
+        self._selects_rows = "logits_to_keep" in accepted_arguments(model)
 
     def __repr__(self) -> str:
         return type(self._model).__name__  # named so in reports and in errors of tracing
@@ -80,11 +82,11 @@ class PagedLogits:
         if self._recurrent is not None:
             self._recurrent.batch = self._batch(tables["state_slots"], seq_lens, query_starts, tables["in_prompt"])
         arguments = {"logits_to_keep": logit_rows} if self._selects_rows else {}
-        if self._takes_positions:
-            arguments["position_ids"] = position_ids[None]
+        arguments |= self._positions.begin(position_ids[None], input_ids[None])
         output = self._model(input_ids=input_ids[None], use_cache=False, return_dict=True, **arguments)
         for step in self._steps:
             step.clear()
+        self._positions.clear()
         if self._states is not None:
             self._states.clear()
         if self._adapters is not None:

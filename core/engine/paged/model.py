@@ -11,10 +11,12 @@ from core.device import Device
 from core.engine.inspect.attention import AttentionLayer, NotPageable, inspect
 from core.engine.inspect.cache_codes import CACHE_DTYPES, Scales, layer_scales, rounding
 from core.engine.inspect.masks import EXHAUSTIVE
+from core.engine.inspect.positions import find_counting
 from core.engine.inspect.probe import depends_on_longest
 from core.engine.inspect.recurrent import inspect_recurrence
 from core.engine.paged.groups import make_groups
 from core.engine.paged.sizing import step_bytes
+from core.engine.steps.positions import ServedPositions
 from core.engine.steps.runner import EngineConfig
 from core.errors import UsageError
 
@@ -48,6 +50,8 @@ class PagedModel:
         if self.whole_prompts and config.max_step_tokens is None:
             self.max_step_tokens = max(self.max_step_tokens, max_model_len)
         self.layers = self._inspect(max_model_len)
+        #: How the model gets the positions of a step's tokens.
+        self.counting = find_counting(model, max_len=max_model_len, attends=bool(self.layers))
         self._codes = CACHE_DTYPES.get(config.kv_cache_dtype)
         if self._codes is not None and not self.layers:
             raise NotPageable("it has no attention layers, and so no keys and values")
@@ -73,7 +77,8 @@ class PagedModel:
 
     def step_bytes(self) -> int:
         """Return the bytes that a step of the most tokens takes, its attention left out."""
-        return step_bytes(self.model, self._device, num_tokens=max(self.prefill_sizes), num_rows=self._max_num_seqs)
+        sizes = {"num_tokens": max(self.prefill_sizes), "num_rows": self._max_num_seqs}
+        return step_bytes(self.model, self._device, ServedPositions(self.counting), **sizes)
 
     def _inspect(self, max_model_len: int) -> dict[nn.Module, AttentionLayer]:
         mixed = depends_on_longest(self.model.config, max_model_len)

@@ -70,7 +70,7 @@ class PagedRunner:
         paged, room, self._drafts, self._states, self.adapters = place
         self.reason, self.cache_rounding, self._before = paged.reason, paged.rounding, paged.native_attention
         self.max_step_tokens, self.whole_prompts = paged.max_step_tokens, paged.whole_prompts
-        self.num_drafts = config.speculative
+        self.num_drafts, self._counts_itself = config.speculative, not paged.counting.ordinary
         #: Why the graphs may be looked at alone, and no request served; "" where they may serve.
         self.unserved = ""
         if paged.recurrence.layers and self.num_drafts:
@@ -219,7 +219,8 @@ class PagedRunner:
     def _make_calls(self, cache: PagedCache) -> dict[str, PagedCall]:
         kept: dict[str, Any] = {"states": self._states, "states_group": self._states_group, "adapters": self.adapters}
         kept |= {"recurrent": cache.recurrent.step if self._keeps_states else None, "head": HeadParts.of(self._model)}
-        logits = {phase: PagedLogits(self._model, cache.steps, most, **kept) for phase, most in self._lens.items()}
+        how: Any = {"positions": cache.positions, **kept}
+        logits = {phase: PagedLogits(self._model, cache.steps, most, **how) for phase, most in self._lens.items()}
         return {phase: PagedCall(each, self._histories) for phase, each in logits.items()}
 
     def _compile(self, buckets: Buckets, config: EngineConfig, *, packed: bool, **how: Any) -> None:
@@ -252,7 +253,8 @@ class PagedRunner:
             self.reason += "; prompts run eagerly"
 
     def _run_probes(self, run: Callable[[Step], Tensor], probes: Sequence[list[int]]) -> Mapping[str, list[Tensor]]:
-        return Probes(self.cache, run, num_drafts=self.num_drafts).run(probes, longest=self._longest_probe)
+        how: Any = {"num_drafts": self.num_drafts, "in_chunks": self._keeps_states or self._counts_itself}
+        return Probes(self.cache, run, **how).run(probes, longest=self._longest_probe)
 
     def _run_in_graph(self, step: Step) -> Tensor:
         """Return what `_run_probe` does, of prompts as they are served."""
@@ -274,7 +276,6 @@ class PagedRunner:
             max_model_len=self._longest_probe,
             max_num_seqs=most,
             rounding=self.cache_rounding,
-            attends=bool(paged.layers),
             chunks=partial(chunks_of, singly=self.whole_prompts) if self._keeps_states else None,
             stepwise=paged.recurrence.bounds_steps,
         )

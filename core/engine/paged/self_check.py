@@ -18,7 +18,6 @@ from core.engine.inspect.probe import (
     SHORT,
     Chunks,
     Run,
-    counts_from_zero,
     largest_difference,
     own_logits,
     probe_sequences,
@@ -26,7 +25,6 @@ from core.engine.inspect.probe import (
     shaken_bound,
     stepwise_logits,
 )
-from core.engine.models.forward import accepted_arguments
 from core.engine.steps.model_runner import SequenceCache
 from core.engine.steps.sequence import Sequence as EngineSequence
 from core.engine.steps.step import Part, Step
@@ -83,7 +81,6 @@ def check_same_function(
     max_model_len: int,
     max_num_seqs: int,
     rounding: Rounding | None,
-    attends: bool = True,
     chunks: Chunks | None = None,
     stepwise: bool = False,
 ) -> OwnForward:
@@ -93,14 +90,11 @@ def check_same_function(
 
     This finds models that keep state where none was found (in attributes or caches of their own), and models whose
     sequences see each other: a long and a short sequence share both steps, each compared with a run of its own.
-    attends: whether any layer attends. Without, a model may take no positions: its states alone know what was before.
     chunks: how prompts are cut, where that changes a model's arithmetic; see `rounding_bound`. stepwise: whether the
     model's code for one token computes another function than its code for prompts, so that one forward is no yardstick.
     rounding: of a quantised cache. It is compared with the forward on transformers' cache of the same codes, where
     differences may be larger by `amplification`.
     """
-    if (attends or "position_ids" in accepted_arguments(model)) and not counts_from_zero(model):
-        raise NotPageable("it takes no position_ids, or counts otherwise than 0, 1, 2, …")
     probes = probe_sequences(model, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
     run: Run = stepwise_logits if stepwise else own_logits
     expected = run(model, probes)
@@ -164,17 +158,23 @@ def in_pieces(step: Step, most: int, run: Callable[[Step], Tensor]) -> Tensor:
 class Probes:
     """Runs the probes of the self-check on an empty cache, as the engine runs sequences."""
 
-    def __init__(self, cache: SequenceCache, run: Callable[[Step], Tensor], *, num_drafts: int) -> None:
-        """run: computes a step and returns the logits (seqs, vocabulary) after each sequence's pending tokens."""
+    def __init__(
+        self, cache: SequenceCache, run: Callable[[Step], Tensor], *, num_drafts: int, in_chunks: bool
+    ) -> None:
+        """run: computes a step and returns the logits (seqs, vocabulary) after each sequence's pending tokens.
+
+        in_chunks: whether the first probe's prompt is computed in two chunks, the second beside the other probe: in
+        between, states may be lost, and a count of the model's own.
+        """
         self._cache = cache
         self._run = run
         self._num_drafts = num_drafts
+        self._in_chunks = in_chunks
 
     def run(self, probes: Sequence[list[int]], longest: int) -> dict[str, list[Tensor]]:
         """Return the logits (2, vocabulary) of each one's last two tokens, the last by decode and by verify.
 
-        longest: tokens that one may come to have, drafts included; the empty cache has room for so many of each. Where
-        the cache holds states, the first probe's prompt is computed in two chunks, the second beside the other probe.
+        longest: tokens that one may come to have, drafts included; the empty cache has room for so many of each.
         """
         sequences = []
         for index, probe in enumerate(probes):
@@ -184,7 +184,7 @@ class Probes:
             joined = self._cache.join(sequences[-1]) and self._cache.grow(sequences[-1], end)
             assert joined, "the cache has no room for a probe"
         chunk, *others = chunks_of(len(sequences[0]), singly=False)
-        if others and self._cache.keeps_states:
+        if others and self._in_chunks:
             self._run(Step("prefill", (Part(sequences[0], chunk),)))
             sequences[0].num_computed = chunk
         first = self._run(Step("prefill", tuple(Part(s, s.num_pending) for s in sequences)))

@@ -12,6 +12,7 @@ from core.engine.inspect.attention import SIZE, implementation
 from core.engine.inspect.indexing import checked_indices
 from core.engine.models.forward import accepted_arguments
 from core.engine.paged.groups import CacheNeeds, CacheSize
+from core.engine.steps.positions import ServedPositions
 from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError
 
@@ -48,7 +49,7 @@ def choose_size(needs: CacheNeeds, device: Device, config: EngineConfig, largest
 
 @torch.no_grad()
 @checked_indices()
-def step_bytes(model: Any, device: Device, *, num_tokens: int, num_rows: int) -> int:
+def step_bytes(model: Any, device: Device, positions: ServedPositions, *, num_tokens: int, num_rows: int) -> int:
     """Run a step of the most tokens, without its attention, and return the bytes that it took meanwhile."""
     memory, place = device.parts.memory, device.torch_device
     tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=place)
@@ -56,8 +57,8 @@ def step_bytes(model: Any, device: Device, *, num_tokens: int, num_rows: int) ->
     arguments = {"logits_to_keep": rows} if "logits_to_keep" in accepted_arguments(model) else {}
     device.parts.reset_peak_memory()
     before = memory().used_bytes
-    with implementation(model, SIZE):
-        model(input_ids=tokens, position_ids=tokens, use_cache=False, return_dict=True, **arguments)
+    with implementation(model, SIZE), positions.alone(tokens) as told:
+        model(input_ids=tokens, use_cache=False, return_dict=True, **arguments, **told)
     device.parts.synchronize()
     return max(0, memory().peak_bytes - before)
 

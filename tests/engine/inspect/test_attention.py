@@ -160,10 +160,6 @@ def _other_window(call: dict[str, Any]) -> None:
     call["sliding_window"] = 4
 
 
-def _bidirectional(call: dict[str, Any]) -> None:
-    call["is_causal"] = False
-
-
 def _dropout(call: dict[str, Any]) -> None:
     call["dropout"] = 0.1
 
@@ -178,7 +174,6 @@ def _cross(call: dict[str, Any]) -> None:
         (_bias, "attn passes 'position_bias', which the paged op does not know"),
         (_own_mask, "attn gets a mask that was not made by transformers' mask functions"),
         (_other_window, "attn states a window of 4, its mask one of 0"),
-        (_bidirectional, "attn is not causal"),
         (_dropout, "attn drops attention weights at inference"),
         (_cross, "not self-attention by token"),
     ],
@@ -193,11 +188,10 @@ def test_attending_twice_is_refused() -> None:
         inspect(FakeModel(times=2), max_len=32)
 
 
-def test_a_module_that_is_not_causal_is_refused() -> None:
+def test_a_module_that_leaves_causality_to_its_mask_is_taken_at_its_mask() -> None:
     model = FakeModel()
     model.attn.is_causal = False
-    with pytest.raises(NotPageable, match="attn is not causal"):
-        inspect(model, max_len=32)
+    assert [layer.window for layer in inspect(model, max_len=32).values()] == [0]
 
 
 def test_a_window_stated_beyond_the_context_does_not_matter() -> None:

@@ -200,6 +200,12 @@ def test_layers_that_give_more_than_rows_have_no_adapters(model_type: str, route
     assert any(path.endswith("q_proj") for path in found)
 
 
+def test_layers_of_a_head_that_gets_the_last_tokens_alone_have_no_adapters() -> None:
+    found = find_layers(build_model(tiny_config("bert"), torch_device=CPU, dtype=torch.float32).model)
+    assert "bert.encoder.layer.1.output.dense" in found
+    assert not any(path.startswith("cls.") for path in found)
+
+
 def test_adapters_of_layers_of_one_input_lie_end_to_end_as_merged_layers_want_them() -> None:
     model = build_model(tiny_config("llama"), torch_device=torch.device("cpu"), dtype=torch.float32).model
     layers = AdapterMemory(model, torch.device("cpu"), 2, 4).layers

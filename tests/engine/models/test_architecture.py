@@ -9,7 +9,9 @@ import pytest
 transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'")
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra 'hf'")
 
+from core.engine.models.architecture import max_position, num_positions  # noqa: E402
 from core.engine.models.loading import build_model  # noqa: E402
+from core.engine.models.tiny import tiny_config  # noqa: E402
 from tests.engine.models.folders import (  # noqa: E402
     CPU,
     SIZES,
@@ -65,3 +67,20 @@ def test_a_decoder_of_an_encoder_family_is_causal(tmp_path: Path) -> None:
     build_model(config, torch_device=CPU).model.save_pretrained(tmp_path)  # type: ignore[operator]
     logits = logits_of(load(tmp_path).model)
     assert logits.shape == (1, 6, 128)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "expected"),
+    [
+        ("roberta", {}, 255),  # the row of token 0 is padding's
+        ("roberta", {"pad_token_id": 5}, 250),
+        ("bert", {}, 256),
+        ("bart", {}, 256),  # two rows more than stated
+        ("llama", {"vocab_size": 256}, 256),
+        ("whisper", {}, 256),
+    ],
+)
+def test_positions_are_those_that_the_model_can_count(model_type: str, changes: dict[str, int], expected: int) -> None:
+    loaded = build_model(tiny_config(model_type, **changes), torch_device=CPU)
+    assert max_position(loaded.config) == 256 and loaded.max_position == expected
+    assert num_positions(loaded.model, None) is None
