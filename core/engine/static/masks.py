@@ -1,0 +1,64 @@
+"""Masks for rows of different lengths, made by transformers' own mask functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+
+_IMPLEMENTATIONS = ("sdpa", "eager")
+"""transformers' attention implementations whose masks are functions of positions, evaluated on tensors."""
+_lock = Lock()
+_before: dict[str, Any] = {}
+_num_holders = 0
+
+
+def hold_row_masks() -> None:
+    """Let masks be made for a query offset of each row, (B, 1), until `release_row_masks`; other masks do not change.
+
+    transformers knows one offset for a batch, that of its cache.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+
+    global _num_holders
+    with _lock:
+        _num_holders += 1
+        if _num_holders == 1:
+            _before.update({name: masks._local_mapping.get(name) for name in _IMPLEMENTATIONS})
+            for name in _IMPLEMENTATIONS:
+                masks[name] = _by_row(masks[name])
+
+
+def release_row_masks() -> None:
+    """Undo one call of `hold_row_masks`."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+
+    global _num_holders
+    with _lock:
+        _num_holders -= 1
+        if _num_holders:
+            return
+        for name, before in _before.items():
+            if before is None:
+                del masks[name]
+            else:
+                masks[name] = before
+
+
+def _by_row(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+    def make_row_mask(*args: Any, q_offset: Any = 0, mask_function: Any = None, **kwargs: Any) -> Any:
+        if mask_function is not None:
+            kwargs["mask_function"] = mask_function
+        if not isinstance(q_offset, Tensor) or q_offset.dim() != 2:
+            return make_mask(*args, q_offset=q_offset, **kwargs)
+        starts = q_offset[:, 0]
+
+        def at_row(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return mask_function(batch_idx, head_idx, q_idx + starts[batch_idx], kv_idx)
+
+        # No mask at all would mean that every query is at the end of what its row holds.
+        return make_mask(*args, q_offset=0, **{**kwargs, "mask_function": at_row, "allow_is_causal_skip": False})
+
+    return make_row_mask
