@@ -16,9 +16,10 @@ _num_holders = 0
 
 
 def hold_row_masks() -> None:
-    """Let masks be made for a query offset of each row, (B, 1), until `release_row_masks`; other masks do not change.
+    """Let masks be made for a query offset of each row, until `release_row_masks`; other masks do not change.
 
-    transformers knows one offset for a batch, that of its cache.
+    transformers knows one offset for a batch, that of its cache. Ours is (B, 1) where rows are the batch. Where N
+    rows are packed into one sequence of B tokens, it is (B, N), and each token attends to its own share of the keys.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
 
@@ -49,16 +50,21 @@ def release_row_masks() -> None:
 
 def _by_row(make_mask: Callable[..., Any]) -> Callable[..., Any]:
     def make_row_mask(*args: Any, q_offset: Any = 0, mask_function: Any = None, **kwargs: Any) -> Any:
-        if mask_function is not None:
-            kwargs["mask_function"] = mask_function
-        if not isinstance(q_offset, Tensor) or q_offset.dim() != 2:
-            return make_mask(*args, q_offset=q_offset, **kwargs)
-        starts = q_offset[:, 0]
+        if mask_function is None or not isinstance(q_offset, Tensor) or not q_offset.dim():
+            given = {} if mask_function is None else {"mask_function": mask_function}
+            return make_mask(*args, q_offset=q_offset, **given, **kwargs)
+        num_packed = q_offset.shape[1]
+        size = kwargs["kv_length"] // num_packed
 
-        def at_row(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return mask_function(batch_idx, head_idx, q_idx + starts[batch_idx], kv_idx)
+        def of_row(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return mask_function(batch_idx, head_idx, q_idx + q_offset[batch_idx, 0], kv_idx)
+
+        def of_packed(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+            mask = mask_function(batch_idx, head_idx, q_offset[q_idx, 0], kv_idx % size)
+            return mask & (kv_idx // size == q_idx)
 
         # No mask at all would mean that every query is at the end of what its row holds.
-        return make_mask(*args, q_offset=0, **{**kwargs, "mask_function": at_row, "allow_is_causal_skip": False})
+        of = {"mask_function": of_row if num_packed == 1 else of_packed, "allow_is_causal_skip": False}
+        return make_mask(*args, q_offset=0, **{**kwargs, **of})
 
     return make_row_mask

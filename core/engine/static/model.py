@@ -14,25 +14,28 @@ from core.engine.models.forward import cache_name
 from core.engine.static.cache import cache_tensors, full_mask, static_cache
 from core.engine.static.masks import hold_row_masks, release_row_masks
 from core.engine.static.rows import Rows
-from core.engine.static.self_check import RunRows, why_not_in_rows
+from core.engine.static.self_check import RunRows, told_of, why_not_in_rows
 from core.engine.static.sizing import choose_num_rows
 from core.engine.steps.runner import EngineConfig
-from core.errors import ModelError
 from core.quantization.layers import continuous
 
 
 class StaticModel:
     """A model bound to a static cache, which has one row or several."""
 
-    def __init__(self, model: Any, device: Device, config: EngineConfig, *, max_model_len: int, masked: bool) -> None:
+    def __init__(
+        self, model: Any, device: Device, config: EngineConfig, *, max_model_len: int, masked: bool, packed: bool
+    ) -> None:
         """Make the cache and compare what is computed on it with the model's own forward.
 
-        masked: give the model a `full_mask`, for one that can't be traced without, or can't tell rows apart. Raises
-        what the model or transformers raises where it has no static cache, and ValueError where it computes something
-        else there.
+        masked: give the model a `full_mask`, for one that can't be traced without, or can't tell rows apart. packed:
+        see `PackedStep`. Raises what the model or transformers raises where it has no static cache, and ValueError
+        where it computes something else there.
         """
         self._model, self._device, self._max_model_len = model, device, max_model_len
         self._name = cache_name(model)
+        #: What it was made with.
+        self.way = {"masked": masked, "packed": packed}
         self._mask_len = max_model_len if masked else 0
         #: Whether the model is given positions, which avoids a read of the cache's length that many can't trace.
         self.takes_positions = counts_from_zero(model)
@@ -48,11 +51,6 @@ class StaticModel:
             num_rows = choose_num_rows(row_bytes, device, config, **how)
             if num_rows > 1:
                 self._make_rows(num_rows)
-
-    @property
-    def masked(self) -> bool:
-        """Whether the model is given a mask of full length."""
-        return self._mask_len > 0
 
     @property
     def num_rows(self) -> int:
@@ -76,9 +74,9 @@ class StaticModel:
         positions = torch.arange(len(tokens), device=ids.device)[None]
         if self.rows is None:
             self._cache.reset()
-            return self._forward(self._cache, ids, positions)
+            return self._forward(self._cache, ids, positions)[:, -1]
         with self.rows.one(row) as cache:
-            return self._forward(cache, ids, positions)
+            return self._forward(cache, ids, positions)[:, -1]
 
     def decode(self, input_ids: Tensor, position_ids: Tensor | None, active: Tensor | None = None) -> Tensor:
         """Compute one token of each of the first B rows; return logits (B, vocabulary).
@@ -87,10 +85,11 @@ class StaticModel:
         bool, where rows keep states.
         """
         if self.rows is None:
-            return self._forward(self._cache, input_ids[:, None], None if position_ids is None else position_ids[None])
+            positions = None if position_ids is None else position_ids[None]
+            return self._forward(self._cache, input_ids[None], positions)[:, -1]
         assert position_ids is not None
-        cache = self.rows.begin(position_ids, active)
-        logits = self._forward(cache, input_ids[:, None], position_ids[:, None])
+        cache, step = self.rows.begin(position_ids, active), self.rows.step
+        logits = step.last(self._forward(cache, step.arranged(input_ids), step.arranged(position_ids)))
         self.rows.end()
         return logits
 
@@ -107,7 +106,7 @@ class StaticModel:
         if self._mask_len:
             arguments["attention_mask"] = full_mask(input_ids, self._mask_len)
         logits: Tensor = self._model(input_ids=input_ids, **arguments).logits
-        return logits[:, -1]
+        return logits
 
     @torch.no_grad()
     @checked_indices()
@@ -134,18 +133,16 @@ class StaticModel:
 
     def _make_rows(self, num_rows: int) -> None:
         """Put rows in the place of the one, or say why they can't be."""
-        cache = self._cache
         hold_row_masks()
         try:
-            self.rows = Rows(cache, num_rows)
+            self.rows = Rows(self._cache, num_rows, packed=self.way["packed"])
             run = RunRows(self._model, self.rows, prefill=self.prefill, decode=self.decode)
             self.why_one = why_not_in_rows(run, max_model_len=self._max_model_len)
-        except ModelError:
-            raise
         except Exception as error:  # the model's code may raise anything
-            self.why_one = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            self.why_one = told_of(error)
         except BaseException:
-            self.close()
+            self.rows = None
+            release_row_masks()
             raise
         if self.why_one:
             self.rows = None

@@ -2,7 +2,7 @@
 
 A prompt runs on transformers' own cache, bound to one row. Decode runs on all rows together, on layers that differ from
 transformers' in this alone: where new keys and values go. Legend of shapes: N rows, B of a step, which are the first
-ones, T tokens of each.
+ones.
 """
 
 from __future__ import annotations
@@ -10,45 +10,55 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-_LAYERS = {
-    "StaticLayer": ("keys", "values"),
-    "StaticIndexedLayer": ("keys", "values", "indexer_keys"),
-    "LinearAttentionLayer": (),
-    "LinearAttentionAndStaticFullAttentionLayer": ("keys", "values"),
-    "DummyLayer": (),
+from core.engine.static.row_steps import PackedStep, RowStep
+
+_KEYS, _INDEXER_KEYS = {"keys": 2, "values": 2}, {"indexer_keys": 1}
+_LAYERS: dict[str, dict[str, int]] = {
+    "StaticLayer": _KEYS,
+    "StaticIndexedLayer": _KEYS | _INDEXER_KEYS,
+    "LinearAttentionLayer": {},
+    "LinearAttentionAndStaticFullAttentionLayer": _KEYS,
+    "DummyLayer": {},
 }
-"""transformers' own cache layers, with what they write at the positions of tokens; other classes may keep anything."""
+"""transformers' own cache layers, with what they write at the positions of tokens and the dimension of these; other
+classes may keep anything."""
 
 
-@dataclass(slots=True)
-class RowStep:
-    """The step being run, set around each call of the model."""
+class _Held(NamedTuple):
+    """A tensor of the cache, in which all rows lie."""
 
-    #: Of each row's token, (B, 1) int64; None between steps.
-    positions: Tensor | None = None
-    #: The length of the cache that the model is told; None tells it `positions`.
-    told: int | None = None
+    #: Of transformers' own cache: the layer, or a dict of it, that has a row's part under this name.
+    holder: Any
+    name: Any
+    whole: Tensor
+    #: The dimension of the rows, and the size of each there.
+    dim: int
+    size: int
+
+    def row(self, number: int) -> Tensor:
+        return self.whole.narrow(self.dim, number * self.size, self.size)
 
 
 class Rows:
     """N rows in the place of a static cache's one."""
 
-    def __init__(self, cache: Any, num_rows: int) -> None:
+    def __init__(self, cache: Any, num_rows: int, *, packed: bool = False) -> None:
         """Allocate the rows; raise ValueError where a layer keeps what can't be told apart by rows.
 
-        cache: has run a sequence, so that its layers are allocated; it is then used by `one` alone.
+        cache: has run a sequence, so that its layers are allocated; it is then used by `one` alone. packed: whether
+        steps are a `PackedStep`.
         """
         self._own = cache
         self.num_rows = num_rows
-        self.step = RowStep()
-        #: All that rows are made of: who holds it, under which name, the tensor (N, …).
-        self._held: list[tuple[Any, Any, Tensor]] = []
+        self.step = PackedStep(num_rows) if packed else RowStep()
+        self._packed = packed
+        #: All that rows are made of.
+        self._held: list[_Held] = []
         #: Likewise, of the rowed layers: states, which a step moves on as a whole.
         self._states: list[tuple[Any, Any, Tensor]] = []
         layers = [self._rowed(layer) for layer in cache.layers]
@@ -62,8 +72,8 @@ class Rows:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors (N, …) that all rows lie in."""
-        return tuple(whole for _, _, whole in self._held)
+        """The tensors that all rows lie in."""
+        return tuple(held.whole for held in self._held)
 
     @property
     def states(self) -> tuple[Tensor, ...]:
@@ -73,22 +83,22 @@ class Rows:
     @contextmanager
     def one(self, row: int) -> Iterator[Any]:
         """Give transformers' own cache, empty, for one sequence; what is written is in this row."""
-        views = [whole[row : row + 1] for _, _, whole in self._held]
-        for (holder, name, _), view in zip(self._held, views, strict=True):
-            _put(holder, name, view)
+        views = [held.row(row) for held in self._held]
+        for held, view in zip(self._held, views, strict=True):
+            _put(held.holder, held.name, view)
         self._own.reset()
         try:
             yield self._own
-            if any(_get(holder, name) is not view for (holder, name, _), view in zip(self._held, views, strict=True)):
+            if any(_get(held.holder, held.name) is not view for held, view in zip(self._held, views, strict=True)):
                 raise ValueError("its cache puts other tensors in the place of those that it has")
         finally:  # whoever moves the rows' memory must find nothing else that refers to it
-            for holder, name, _ in self._held:
-                _put(holder, name, None)
+            for held in self._held:
+                _put(held.holder, held.name, None)
 
     def begin(self, positions: Tensor, active: Tensor | None) -> Any:
         """Return the cache of a step in the first rows. positions: (B,), of its tokens; a row that is not in the step
         has a position that holds nothing yet. active: (B,) bool, which rows are in the step, for layers with states."""
-        self.step.positions, self._active = positions[:, None], active
+        self.step.positions, self._active = positions, active
         for holder, name, whole in self._states:
             _put(holder, name, whole.narrow(0, 0, positions.shape[0]).clone())
         return self._cache
@@ -106,8 +116,8 @@ class Rows:
 
     def move(self, row: int, to: int) -> None:
         """Copy what a row holds to another one."""
-        for whole in self.tensors:
-            whole[to].copy_(whole[row])
+        for held in self._held:
+            held.row(to).copy_(held.row(row))
 
     def _rowed(self, layer: Any) -> Any:
         kind = type(layer)
@@ -123,16 +133,19 @@ class Rows:
                         mine[key] = whole = self._hold(value, key, each)
                         self._states.append((mine, key, whole))
             elif isinstance(value, Tensor) and value.dim():
-                if name not in _LAYERS[kind.__name__]:
+                if name not in (written := _LAYERS[kind.__name__]):
                     raise ValueError(f"its {kind.__name__} keeps {name!r}, of which rows are not known")
-                setattr(rowed, name, self._hold(layer, name, value))
+                setattr(rowed, name, self._hold(layer, name, value, written[name]))
         return rowed
 
-    def _hold(self, holder: Any, name: Any, one: Tensor) -> Tensor:
-        if one.shape[0] != 1:
-            raise ValueError(f"its cache keeps {name!r} in {one.shape[0]} rows for one sequence")
-        whole = torch.zeros((self.num_rows, *one.shape[1:]), dtype=one.dtype, device=one.device)
-        self._held.append((holder, name, whole))
+    def _hold(self, holder: Any, name: Any, one: Tensor, written: int | None = None) -> Tensor:
+        """Return what all rows of a tensor lie in. written: the dimension of its positions; None for a state."""
+        if one.shape[0] != 1 or (self._packed and written is None):
+            raise ValueError(f"its cache keeps {name!r} of shape {tuple(one.shape)}, of which rows are not known")
+        dim = 0 if written is None or not self._packed else written
+        shape = [size * self.num_rows if index == dim else size for index, size in enumerate(one.shape)]
+        whole = torch.zeros(shape, dtype=one.dtype, device=one.device)
+        self._held.append(_Held(holder, name, whole, dim, one.shape[dim]))
         return whole
 
 
@@ -143,18 +156,24 @@ class _RowedLayer:
     keys: Tensor
     values: Tensor
     indexer_keys: Tensor
+    max_cache_len: int
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values (B, heads, T, size) at the rows' positions; return the whole rows."""
-        return _written(self.keys, key_states, self.step, 2), _written(self.values, value_states, self.step, 2)
+        """Write keys and values (B, heads, 1, size) at the rows' positions; return all that the rows hold."""
+        written = self.step.written
+        return written(self.keys, key_states, _KEYS["keys"]), written(self.values, value_states, _KEYS["values"])
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write an indexer's keys (B, T, size) at the rows' positions; return the whole rows."""
-        return _written(self.indexer_keys, indexer_key_states, self.step, 1)
+        """Write an indexer's keys (B, 1, size) at the rows' positions; return all that the rows hold."""
+        return self.step.written(self.indexer_keys, indexer_key_states, _INDEXER_KEYS["indexer_keys"])
 
     def get_seq_length(self) -> Any:
         """Return the length that the model is told."""
-        return _told(self.step)
+        return self.step.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys masks are made for, and the first one's position."""
+        return self.step.mask_length(self.max_cache_len), 0
 
 
 class _RowedCache:
@@ -162,11 +181,11 @@ class _RowedCache:
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return the length that the model is told."""
-        return _told(self.step)
+        return self.step.length
 
-    def get_query_offset(self, layer_idx: int = 0) -> Any:
+    def get_query_offset(self, layer_idx: int = 0) -> Tensor:
         """Return the rows' positions, of which masks are made."""
-        return self.step.positions
+        return self.step.query_offset
 
 
 def _with(difference: type, original: Any) -> Any:
@@ -180,19 +199,6 @@ def _with(difference: type, original: Any) -> Any:
 @functools.cache
 def _class_with(difference: type, base: type) -> Any:
     return type(f"Rowed{base.__name__}", (difference, base), {})
-
-
-def _told(step: RowStep) -> Any:
-    return step.positions if step.told is None else step.told
-
-
-def _written(whole: Tensor, new: Tensor, step: RowStep, dim: int) -> Tensor:
-    positions = step.positions
-    assert positions is not None
-    rows = whole.narrow(0, 0, new.shape[0])  # a slice might be shorter, as far as a trace knows
-    index = positions.view(-1, *[1] * (dim - 1), positions.shape[1], *[1] * (new.dim() - dim - 1))
-    rows.scatter_(dim, index.expand_as(new), new)
-    return rows
 
 
 def _get(holder: Any, name: Any) -> Any:

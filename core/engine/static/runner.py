@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from core.compilation.capture.inputs import InputSpec
 from core.compilation.compile import compile
 from core.compilation.options import Progress
 from core.compilation.program import Program
@@ -18,10 +18,11 @@ from core.compilation.report import ProgramReport
 from core.device import Device, Mode
 from core.engine.config import Sampling
 from core.engine.inspect.probe import probe_tokens
+from core.engine.static.inputs import decode_inputs, decode_tensors, step_tensors
 from core.engine.static.model import StaticModel
 from core.engine.static.slots import Slots
 from core.engine.steps.runner import EngineConfig, one_or_all
-from core.engine.steps.sampling import GREEDY_ROW, next_tokens, sampling_guard, sampling_params_input
+from core.engine.steps.sampling import next_tokens, sampling_guard
 from core.engine.steps.sleeper import Sleeper
 from core.engine.steps.step import Flight, Step, StepOutput, sampled_by_request
 from core.errors import CaptureError, ModelError, TraceError
@@ -70,9 +71,9 @@ class StaticRunner:
             log.warning("no max_step_tokens on transformers' static cache: a prompt is computed at once")
         self._static: StaticModel | None = None
         try:
-            self._prepare(masked=False)
+            self._prepare()
             if self._on_cache.why_one:
-                self._try_masked()
+                self._try_other_ways()
             self.program = self._compile(progress)
         except BaseException:
             self._drop()
@@ -91,11 +92,12 @@ class StaticRunner:
         assert self._static is not None, "closed"
         return self._static
 
-    def _prepare(self, *, masked: bool) -> None:
+    def _prepare(self, *, masked: bool = False, packed: bool = False) -> None:
+        """Make the cache. masked, packed: as of `StaticModel`."""
         self._drop()
-        sizes: Any = {"max_model_len": self._max_model_len, "masked": masked}
+        how: Any = {"max_model_len": self._max_model_len, "masked": masked, "packed": packed}
         try:
-            self._static = StaticModel(self._model, self._device, self._config, **sizes)
+            self._static = StaticModel(self._model, self._device, self._config, **how)
         except Exception as error:
             raise ModelError(
                 f"running {type(self._model).__name__}",
@@ -104,17 +106,17 @@ class StaticRunner:
                 remedy="this model needs an engine of its own; core.compile takes its forward as it is",
             ) from error
 
-    def _try_masked(self) -> None:
-        """Give the model a mask of full length, if it can have rows then: some make one by the length of all rows."""
+    def _try_other_ways(self) -> None:
+        """Give the model a mask of full length, which some make by the length of the cache; or pack its rows; or keep
+        to one sequence at a time."""
         why = self._on_cache.why_one
-        try:
-            self._prepare(masked=True)
-        except ModelError:
-            self._prepare(masked=False)
-            return
-        if self._on_cache.why_one:
-            self._prepare(masked=False)
-            self._on_cache.why_one = why
+        for way in ({"masked": True}, {"packed": True}):
+            with suppress(ModelError):
+                self._prepare(**way)
+                if not self._on_cache.why_one:
+                    return
+        self._prepare()
+        self._on_cache.why_one = why
 
     def _drop(self) -> None:
         if self._static is not None:
@@ -122,12 +124,26 @@ class StaticRunner:
             self._static = None
 
     def _compile(self, progress: Progress | None) -> Program:
+        """Compile decode; of one sequence, where that of rows can't be captured."""
+        many = self._on_cache.rows is not None
+        try:
+            return self._compile_by_ways(progress)
+        except CaptureError as error:
+            if not many or self._config.options.strict:
+                raise
+            why = f"its rows can't be captured: {shorten(error.found, 200)}"
+        self._config = replace(self._config, max_num_seqs=1)
+        self._prepare()
+        self._on_cache.why_one = why
+        return self._compile_by_ways(progress)
+
+    def _compile_by_ways(self, progress: Progress | None) -> Program:
         """Compile decode; a model that can't be traced gets a mask of full length first, and a mode without trace last.
 
         Some make a mask of a length that is data unless they are given one.
         """
         first, *others = self._config.modes_of("decode", self._device.capabilities)
-        masked, many = self._on_cache.masked, self._on_cache.rows is not None
+        way, many = self._on_cache.way, self._on_cache.rows is not None
         try:
             return self._compile_as(progress, (first,))
         except CaptureError as error:
@@ -135,7 +151,7 @@ class StaticRunner:
                 raise error from None
         except TraceError as error:
             try:
-                if masked:
+                if any(way.values()):
                     raise error
                 self._prepare(masked=True)
                 if many and self._on_cache.rows is None:
@@ -144,23 +160,16 @@ class StaticRunner:
             except (ModelError, TraceError, CaptureError):
                 if not others or self._config.options.strict:
                     raise error from None
-        self._prepare(masked=masked)
+        self._prepare(**way)
         program = self._compile_as(progress, (first, *others))
         if program.report().modes["decode"] == "off":
             # Make a new cache: one with Python state may refer to memory of failed captures, which is gone.
-            self._prepare(masked=masked)
+            self._prepare(**way)
         return program
 
     def _compile_as(self, progress: Progress | None, modes: tuple[Mode, ...]) -> Program:
         static, many = self._on_cache, self._on_cache.rows is not None
-        size: int | str = "rows" if many else 1
-        how: Any = {} if many else {"padding": "copy"}
-        shapes = {"input_ids": InputSpec((size,), torch.int64, **how)}
-        if many or static.takes_positions:
-            shapes["position_ids"] = InputSpec((size,), torch.int64, **how)
-        if many and static.keeps_states:
-            shapes["active"] = InputSpec((size,), torch.bool)
-        shapes["sampling_params"] = replace(sampling_params_input(size), **how)
+        shapes = decode_inputs(static)
         self._inputs = tuple(shapes)
         self._sizes = self._decode_sizes()
         options = replace(self._config, sampling=self._sampling).compile_options(
@@ -207,23 +216,14 @@ class StaticRunner:
         probe = self._probe()
         last = min(NUM_EXAMPLES, self._max_model_len - max(map(len, probe)))
         return [
-            self._tensors([tokens[-1 - i] for tokens in probe], [len(tokens) + i for tokens in probe])
+            decode_tensors(
+                self._inputs,
+                self._device.torch_device,
+                [tokens[-1 - i] for tokens in probe],
+                [len(tokens) + i for tokens in probe],
+            )
             for i in range(last)
         ]
-
-    def _tensors(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        active: Sequence[bool] | None = None,
-        params: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """Return the inputs of a step of decode, one entry for each row. active: None for all of them."""
-        values: dict[str, Any] = {"input_ids": tokens, "position_ids": positions}
-        values["active"] = [True] * len(tokens) if active is None else active
-        tensors = {name: torch.tensor(value) for name, value in values.items()}
-        tensors["sampling_params"] = torch.tensor([GREEDY_ROW]).repeat(len(tokens), 1) if params is None else params
-        return {name: tensors[name].to(self._device.torch_device, non_blocking=True) for name in self._inputs}
 
     def run(self, step: Step, behind: Flight | None = None) -> StepOutput | None:
         """Compute a step: one token of each generating sequence in a graph, then prompts, each in its row."""
@@ -249,25 +249,16 @@ class StaticRunner:
     def _run_decode(self, step: Step, *, greedy: bool = False) -> StepOutput:
         """Compute one token of each part. greedy: choose the likeliest, whatever the sequences ask for."""
         self._close_gaps()
-        num_rows = self.cache.num_used
-        rows = [part.sequence.slot - 1 for part in step.parts]
-        tokens, positions, active = [0] * num_rows, [0] * num_rows, [False] * num_rows
-        for row, holder in self.cache.holders:
-            positions[row] = min(holder.num_computed, self._max_model_len - 1)
-        for row, part in zip(rows, step.parts, strict=True):
-            (tokens[row],), positions[row], active[row] = part.tokens, part.first_position, True
         guard = sampling_guard("greedy" if greedy else step.sampling, self._sampling)
-        params = torch.tensor([GREEDY_ROW]).repeat(num_rows, 1)
-        if guard == "random" and not greedy:
-            params[rows] = step.sampling_params(params.device)
-        inputs: Any = self._tensors(tokens, positions, active, params)
+        how: Any = {"last_position": self._max_model_len - 1, "sampled": guard == "random" and not greedy}
+        inputs = step_tensors(step, self.cache, self._inputs, self._device.torch_device, **how)
         with self.program.serving():
             chosen, logits = self.program("decode", guards={"sampling": guard}, **inputs)
-        padding = self._size_for(num_rows) - len(rows)
+        rows, num_rows = [part.sequence.slot - 1 for part in step.parts], self.cache.num_used
         if rows != list(range(num_rows)):
             index = torch.tensor(rows).to(logits.device, non_blocking=True)
             chosen, logits = chosen[index], logits[index]
-        return StepOutput(chosen, logits, guard, padding=padding)
+        return StepOutput(chosen, logits, guard, padding=self._size_for(num_rows) - len(rows))
 
     def _close_gaps(self) -> None:
         """Move sequences to rows that others have left, where a smaller graph serves them then."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from core.engine.inspect.probe import (
     relative_difference,
     rounding_bound,
 )
+from core.engine.static.row_steps import PackedStep
 from core.engine.static.rows import Rows
 
 _NUM_STEPS = 4
@@ -78,6 +80,11 @@ class RunRows:
         return largest_difference([torch.stack(self._logits[row])], [expected])
 
 
+def told_of(error: Exception) -> str:
+    """Return an error of a model's code in a few words."""
+    return f"{type(error).__name__}: {shorten(' '.join(str(error).split()), 120)}"
+
+
 @torch.no_grad()
 @checked_indices()
 def why_not_in_rows(run: RunRows, *, max_model_len: int) -> str:
@@ -94,12 +101,12 @@ def why_not_in_rows(run: RunRows, *, max_model_len: int) -> str:
     probes = [long, short]
     bound = rounding_bound(run.model, probes, own_logits(run.model, probes))
     found = []
-    for told in (max_model_len - 1, None):
+    for told in (None,) if isinstance(run.rows.step, PackedStep) else (max_model_len - 1, None):
         run.rows.step.told = told
         try:
             why = _why_not(run, long, short, bound)
         except Exception as error:  # the model's code may raise anything
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            why = told_of(error)
         if not why:
             return ""
         found.append(why)
@@ -112,8 +119,8 @@ def _why_not(run: RunRows, long: list[int], short: list[int], bound: float) -> s
         tensor.fill_(_STALE)
     run.join(last, long)
     run.join(0, short)
-    if isinstance(run.rows.step.told, int) and _depends_on_length(run, num_rows, bound):
-        return "it computes something of the length of the cache, which rows have each their own of"
+    if run.rows.step.told is not None and _depends_on_length(run, num_rows, bound):
+        return "it computes something of the length of the cache, and that of each row is another"
     run.step((0, last), num_rows)
     run.step((0,), num_rows)  # the last one waits
     run.step((0,), 1)
@@ -131,12 +138,16 @@ def _why_not(run: RunRows, long: list[int], short: list[int], bound: float) -> s
 
 
 def _depends_on_length(run: RunRows, num_rows: int, bound: float) -> bool:
+    """Tell whether the length that the model is told changes what it computes, or it can't have any other."""
     step, rows = run.rows.step, [0, num_rows - 1]
     told, before = step.told, [state.clone() for state in run.rows.states]
     logits = []
     for each in (told, _TOLD_APART):
         step.told = each
-        logits.append(run.again(rows, num_rows)[rows].clone())
+        try:
+            logits.append(run.again(rows, num_rows)[rows].clone())
+        except Exception:  # a table that ends before that length, for example
+            return True
         for state, kept in zip(run.rows.states, before, strict=True):
             state.copy_(kept)
     step.told = told
