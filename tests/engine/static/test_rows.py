@@ -1,4 +1,4 @@
-"""Rows of a static cache: each sequence gets what the model gives it alone, and a fault in any part of that is found."""
+"""Rows of a static cache: each sequence gets what the model gives it alone, and faults in that are found."""
 
 from __future__ import annotations
 
@@ -167,6 +167,23 @@ def test_idle_rows_keep_their_states() -> None:
     rows.close()
 
 
+def test_masks_of_transformers_are_its_own_again_when_the_last_rows_are_closed() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    def are_its_own() -> bool:
+        return (masks["sdpa"], masks["eager"]) == (sdpa_mask, eager_mask)
+
+    assert are_its_own()
+    first, second = static("gptj")[1], static("gptj")[1]
+    first.close()
+    first.close()
+    assert not are_its_own()
+    assert torch.equal(masks["sdpa"](1, 2, 4, q_offset=torch.tensor(1)), sdpa_mask(1, 2, 4, q_offset=1))
+    second.close()
+    assert are_its_own()
+
+
 def sequences(count: int) -> list[Sequence]:
     return [Sequence(index, [3, 4], SamplingParams()) for index in range(count)]
 
@@ -197,5 +214,7 @@ def test_rows_are_as_many_as_memory_holds(caplog: pytest.LogCaptureFixture) -> N
     how: Any = {"max_model_len": 48, "masked": False, "packed": False}
     config = EngineConfig(max_num_seqs=8, cache_tokens=3 * 48 + 1)
     with caplog.at_level("WARNING"):
-        assert StaticModel(model, cpu(), config, **how).num_rows == 3
+        static_model = StaticModel(model, cpu(), config, **how)
+    assert static_model.num_rows == 3
+    static_model.close()
     assert "static cache for 3 of 8 sequences at once" in caplog.text and "cache_tokens=145" in caplog.text
