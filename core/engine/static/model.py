@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from core.engine.static.rows import Rows
 from core.engine.static.self_check import RunRows, told_of, why_not_in_rows
 from core.engine.static.sizing import choose_num_rows
 from core.engine.steps.runner import EngineConfig
+from core.errors import ModelError
 from core.quantization.layers import continuous
 
 
@@ -51,6 +53,13 @@ class StaticModel:
             num_rows = choose_num_rows(row_bytes, device, config, **how)
             if num_rows > 1:
                 self._make_rows(num_rows)
+
+    @property
+    def manner(self) -> str:
+        """How many sequences it serves at once, and why not more than one; "" where no more were asked for."""
+        if self.rows is not None:
+            return f"up to {self.num_rows} sequences at once"
+        return f"one sequence at a time: {self.why_one}" if self.why_one else ""
 
     @property
     def num_rows(self) -> int:
@@ -150,3 +159,44 @@ class StaticModel:
             # The one that rows were tried on holds no memory of its own.
             self._cache = static_cache(self._model, self._max_model_len)
             self._check_one()
+
+
+def open_static(model: Any, device: Device, config: EngineConfig, *, max_model_len: int, reason: str) -> StaticModel:
+    """Return a model on a static cache, in rows if it can have them in any way, plain before masked before packed.
+
+    reason: why it can't be paged, for the `ModelError` where transformers has no static cache for it.
+    """
+    how: Any = {"max_model_len": max_model_len, "reason": reason}
+    plain = prepare_static(model, device, config, **how)
+    if not plain.why_one:
+        return plain
+    for masked, packed in ((True, False), (False, True)):
+        with suppress(ModelError):
+            other = prepare_static(model, device, config, masked=masked, packed=packed, **how)
+            if other.rows is not None:
+                plain.close()
+                return other
+            other.close()
+    return plain
+
+
+def prepare_static(
+    model: Any,
+    device: Device,
+    config: EngineConfig,
+    *,
+    max_model_len: int,
+    reason: str,
+    masked: bool = False,
+    packed: bool = False,
+) -> StaticModel:
+    """Return a `StaticModel`; raise `ModelError` where it can't be. reason: as of `open_static`."""
+    try:
+        return StaticModel(model, device, config, max_model_len=max_model_len, masked=masked, packed=packed)
+    except Exception as error:
+        raise ModelError(
+            f"running {type(model).__name__}",
+            found=f"it can't be paged ({reason}), and transformers' static cache fails: "
+            f"{type(error).__name__}: {error}",
+            remedy="this model needs an engine of its own; core.compile takes its forward as it is",
+        ) from error

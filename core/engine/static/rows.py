@@ -29,6 +29,10 @@ _LAYERS: dict[str, dict[str, int]] = {
 classes may keep anything."""
 
 
+LEAST = 3
+"""Rows that are allocated at least."""
+
+
 class _Held(NamedTuple):
     """A tensor of the cache, in which all rows lie."""
 
@@ -143,7 +147,9 @@ class Rows:
         if one.shape[0] != 1 or (self._packed and written is None):
             raise ValueError(f"its cache keeps {name!r} of shape {tuple(one.shape)}, of which rows are not known")
         dim = 0 if written is None or not self._packed else written
-        shape = [size * self.num_rows if index == dim else size for index, size in enumerate(one.shape)]
+        # A batch that can be 2 and no more, 1 apart, would be a number in a trace, and no graph of 1 made of it.
+        count = self.num_rows if self._packed else max(self.num_rows, LEAST)
+        shape = [size * count if index == dim else size for index, size in enumerate(one.shape)]
         whole = torch.zeros(shape, dtype=one.dtype, device=one.device)
         self._held.append(_Held(holder, name, whole, dim, one.shape[dim]))
         return whole

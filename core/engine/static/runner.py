@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from dataclasses import replace
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from core.device import Device, Mode
 from core.engine.config import Sampling
 from core.engine.inspect.probe import probe_tokens
 from core.engine.static.inputs import decode_inputs, decode_tensors, step_tensors
-from core.engine.static.model import StaticModel
+from core.engine.static.model import StaticModel, open_static, prepare_static
 from core.engine.static.slots import Slots
 from core.engine.steps.runner import EngineConfig, one_or_all
 from core.engine.steps.sampling import next_tokens, sampling_guard
@@ -71,9 +70,7 @@ class StaticRunner:
             log.warning("no max_step_tokens on transformers' static cache: a prompt is computed at once")
         self._static: StaticModel | None = None
         try:
-            self._prepare()
-            if self._on_cache.why_one:
-                self._try_other_ways()
+            self._static = open_static(model, device, config, max_model_len=max_model_len, reason=reason)
             self.program = self._compile(progress)
         except BaseException:
             self._drop()
@@ -81,9 +78,8 @@ class StaticRunner:
         static = self._on_cache
         self.max_num_seqs = static.num_rows
         self.max_step_tokens = max(max_model_len, self.max_num_seqs)
-        self.reason += f"; up to {static.num_rows} sequences at once" if static.rows is not None else ""
+        self.reason += f"; {static.manner}" if static.manner else ""
         if static.why_one:
-            self.reason += f"; one sequence at a time: {static.why_one}"
             log.warning("static cache for one sequence at a time: %s", static.why_one)
         self.cache = Slots(self.max_num_seqs, keeps_states=static.keeps_states)
 
@@ -93,30 +89,10 @@ class StaticRunner:
         return self._static
 
     def _prepare(self, *, masked: bool = False, packed: bool = False) -> None:
-        """Make the cache. masked, packed: as of `StaticModel`."""
+        """Make the cache anew. masked, packed: as of `StaticModel`."""
         self._drop()
-        how: Any = {"max_model_len": self._max_model_len, "masked": masked, "packed": packed}
-        try:
-            self._static = StaticModel(self._model, self._device, self._config, **how)
-        except Exception as error:
-            raise ModelError(
-                f"running {type(self._model).__name__}",
-                found=f"it can't be paged ({self.reason}), and transformers' static cache fails: "
-                f"{type(error).__name__}: {error}",
-                remedy="this model needs an engine of its own; core.compile takes its forward as it is",
-            ) from error
-
-    def _try_other_ways(self) -> None:
-        """Give the model a mask of full length, which some make by the length of the cache; or pack its rows; or keep
-        to one sequence at a time."""
-        why = self._on_cache.why_one
-        for way in ({"masked": True}, {"packed": True}):
-            with suppress(ModelError):
-                self._prepare(**way)
-                if not self._on_cache.why_one:
-                    return
-        self._prepare()
-        self._on_cache.why_one = why
+        how: Any = {"max_model_len": self._max_model_len, "reason": self.reason, "masked": masked, "packed": packed}
+        self._static = prepare_static(self._model, self._device, self._config, **how)
 
     def _drop(self) -> None:
         if self._static is not None:

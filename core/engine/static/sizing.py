@@ -8,6 +8,7 @@ from collections.abc import Callable
 from core.device import Device
 from core.engine.paged.sizing import DEFAULT_FRACTION, EASY, GRAPHS
 from core.engine.parallel.agreement import agree
+from core.engine.static.rows import LEAST
 from core.engine.steps.runner import EngineConfig
 
 log = logging.getLogger("core.engine")
@@ -29,7 +30,8 @@ def choose_num_rows(
         free = int(most * total) - device.parts.memory().taken_bytes
         if config.memory_fraction is not None or asked * row_bytes > EASY * free:
             free -= int(GRAPHS * longest_prompt())
-            num_rows, why = max(free, 0) // max(row_bytes, 1), f"{max(free, 0) / 2**30:.2f} GiB are free"
+            num_rows = max(free, 0) // max(row_bytes, 1)
+            num_rows, why = num_rows if num_rows >= LEAST else 1, f"{max(free, 0) / 2**30:.2f} GiB are free"
     num_rows = max(1, min(asked, num_rows))
     if num_rows < asked:
         log.warning(

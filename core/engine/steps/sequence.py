@@ -59,7 +59,7 @@ class Sequence:
     generated: list[int] = field(default_factory=list)
     #: Its cache blocks in order, for each group of layers; 0 stands for those that no later token needs.
     tables: list[list[int]] = field(default_factory=list)
-    #: The slot of its recurrent states, 0 for none.
+    #: The slot of its recurrent states, or its row of the static cache counted from 1; 0 for none.
     slot: int = 0
     #: Tokens whose keys and values are in the cache once the steps under way are done.
     num_computed: int = 0
