@@ -49,10 +49,10 @@ def release_row_masks() -> None:
 
 
 def _by_row(make_mask: Callable[..., Any]) -> Callable[..., Any]:
-    def make_row_mask(*args: Any, q_offset: Any = 0, mask_function: Any = None, **kwargs: Any) -> Any:
+    def make_row_mask(*args: Any, **kwargs: Any) -> Any:
+        q_offset, mask_function = kwargs.get("q_offset"), kwargs.get("mask_function")
         if mask_function is None or not isinstance(q_offset, Tensor) or not q_offset.dim():
-            given = {} if mask_function is None else {"mask_function": mask_function}
-            return make_mask(*args, q_offset=q_offset, **given, **kwargs)
+            return make_mask(*args, **kwargs)
         num_packed = q_offset.shape[1]
         size = kwargs["kv_length"] // num_packed
 
@@ -65,6 +65,6 @@ def _by_row(make_mask: Callable[..., Any]) -> Callable[..., Any]:
 
         # No mask at all would mean that every query is at the end of what its row holds.
         of = {"mask_function": of_row if num_packed == 1 else of_packed, "allow_is_causal_skip": False}
-        return make_mask(*args, q_offset=0, **{**kwargs, **of})
+        return make_mask(*args, **{**kwargs, **of, "q_offset": 0})
 
     return make_row_mask

@@ -19,6 +19,7 @@ from core.engine.config import Sampling
 from core.engine.inspect.probe import probe_tokens
 from core.engine.static.inputs import decode_inputs, decode_tensors, step_tensors
 from core.engine.static.model import StaticModel, open_static, prepare_static
+from core.engine.static.self_check import RunRows, why_not_in_graphs
 from core.engine.static.slots import Slots
 from core.engine.steps.runner import EngineConfig, one_or_all
 from core.engine.steps.sampling import next_tokens, sampling_guard
@@ -103,7 +104,11 @@ class StaticRunner:
         """Compile decode; of one sequence, where that of rows can't be captured."""
         many = self._on_cache.rows is not None
         try:
-            return self._compile_by_ways(progress)
+            program = self._compile_by_ways(progress)
+            if not (wrong := self._why_wrong(program)):
+                return program
+            program.close()
+            raise CaptureError("capturing rows of the static cache", found=wrong, remedy="take max_num_seqs=1")
         except CaptureError as error:
             if not many or self._config.options.strict:
                 raise
@@ -112,6 +117,22 @@ class StaticRunner:
         self._prepare()
         self._on_cache.why_one = why
         return self._compile_by_ways(progress)
+
+    def _why_wrong(self, program: Program) -> str:
+        """Return how the finished graphs of rows differ from the model; "" where they don't, or there are none."""
+        static = self._on_cache
+        if static.rows is None or not program.keys:
+            return ""
+
+        def decode(ids: Tensor, positions: Tensor, active: Tensor | None) -> Tensor:
+            flags = None if active is None else active.tolist()
+            place = self._device.torch_device
+            inputs: Any = decode_tensors(self._inputs, place, ids.tolist(), positions.tolist(), active=flags)
+            logits: Tensor = program("decode", guards={"sampling": self._sampling[0]}, **inputs)[1]
+            return logits
+
+        run = RunRows(self._model, static.rows, prefill=static.prefill, decode=decode)
+        return why_not_in_graphs(run, max_model_len=self._max_model_len)
 
     def _compile_by_ways(self, progress: Progress | None) -> Program:
         """Compile decode; a model that can't be traced gets a mask of full length first, and a mode without trace last.

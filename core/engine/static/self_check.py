@@ -14,6 +14,7 @@ from core.engine.inspect.probe import (
     LONG,
     SHORT,
     forward_logits,
+    function_bound,
     largest_difference,
     own_logits,
     probe_tokens,
@@ -90,21 +91,21 @@ def told_of(error: Exception) -> str:
 def why_not_in_rows(run: RunRows, *, max_model_len: int) -> str:
     """Return why sequences can't be computed in rows; "" where they can.
 
-    A long and a short sequence share steps, beside idle rows and one that waits, and a row is used anew by a shorter
-    one. The model is told the positions of all rows as the cache's length, or, where nothing is computed of that, the
-    length of the longest.
+    The model is told the positions of all rows as the cache's length, or, where nothing is computed of that, the length
+    of the longest.
     """
-    longest = min(max_model_len - 1, LONG)
-    if longest < SHORT + _NUM_STEPS:
+    if min(max_model_len - 1, LONG) < SHORT + _NUM_STEPS:
         return f"a context of {max_model_len} tokens is too short to check rows"
-    long, short = probe_tokens(run.model, longest, 3), probe_tokens(run.model, SHORT + _NUM_STEPS, 11)
-    probes = [long, short]
+    probes = _probes(run.model, max_model_len)
     bound = rounding_bound(run.model, probes, own_logits(run.model, probes))
     found = []
     for told in (None,) if isinstance(run.rows.step, PackedStep) else (max_model_len - 1, None):
         run.rows.step.told = told
         try:
-            why = _why_not(run, long, short, bound)
+            if told is not None and _depends_on_length(run, *probes, bound=bound):
+                why = "it computes something of the length of the cache, and that of each row is another"
+            else:
+                why = _why_not(run, *probes, bound=bound)
         except Exception as error:  # the model's code may raise anything
             why = told_of(error)
         if not why:
@@ -113,18 +114,40 @@ def why_not_in_rows(run: RunRows, *, max_model_len: int) -> str:
     return "; ".join(dict.fromkeys(found))
 
 
-def _why_not(run: RunRows, long: list[int], short: list[int], bound: float) -> str:
-    last, num_rows = run.rows.num_rows - 1, run.rows.num_rows
+@torch.no_grad()
+def why_not_in_graphs(run: RunRows, *, max_model_len: int) -> str:
+    """Return how graphs of rows that passed `why_not_in_rows` differ from the model; "" where they don't.
+
+    Kernels round otherwise than the model's code; that they compute another function shows far above that.
+    """
+    return _why_not(run, *_probes(run.model, max_model_len), bound=function_bound(run.model))
+
+
+def _probes(model: Any, max_model_len: int) -> list[list[int]]:
+    """Return a long and a short sequence."""
+    longest = min(max_model_len - 1, LONG)
+    return [probe_tokens(model, longest, 3), probe_tokens(model, SHORT + _NUM_STEPS, 11)]
+
+
+def _begin(run: RunRows, long: list[int], short: list[int]) -> int:
+    """Begin both sequences in rows full of other values; return the row of the long one, the last."""
     for tensor in run.rows.tensors:
         tensor.fill_(_STALE)
+    last = run.rows.num_rows - 1
     run.join(last, long)
     run.join(0, short)
-    if run.rows.step.told is not None and _depends_on_length(run, num_rows, bound):
-        return "it computes something of the length of the cache, and that of each row is another"
-    run.step((0, last), num_rows)
-    run.step((0,), num_rows)  # the last one waits
-    run.step((0,), 1)
-    run.step((0, last), num_rows)
+    return last
+
+
+def _why_not(run: RunRows, long: list[int], short: list[int], *, bound: float) -> str:
+    """Return how sequences in rows differ from the model's own forward; "" where they don't.
+
+    Both share steps, beside idle rows; one waits while the other runs, also in a smaller step; and a row is used anew
+    by a shorter sequence.
+    """
+    num_rows, last = run.rows.num_rows, _begin(run, long, short)
+    for rows, size in (((0, last), num_rows), ((0,), num_rows), ((0,), 1), ((0, last), num_rows)):
+        run.step(rows, size)
     for row, which in ((0, "a short"), (last, "a long")):
         if not (found := run.difference(row)) <= bound:
             return f"{which} sequence in a row beside others differs from its own forward by {found:.2g}"
@@ -137,18 +160,19 @@ def _why_not(run: RunRows, long: list[int], short: list[int], bound: float) -> s
     return ""
 
 
-def _depends_on_length(run: RunRows, num_rows: int, bound: float) -> bool:
-    """Tell whether the length that the model is told changes what it computes, or it can't have any other."""
-    step, rows = run.rows.step, [0, num_rows - 1]
-    told, before = step.told, [state.clone() for state in run.rows.states]
-    logits = []
-    for each in (told, _TOLD_APART):
-        step.told = each
-        try:
-            logits.append(run.again(rows, num_rows)[rows].clone())
-        except Exception:  # a table that ends before that length, for example
-            return True
-        for state, kept in zip(run.rows.states, before, strict=True):
-            state.copy_(kept)
-    step.told = told
-    return not relative_difference(*logits) <= bound / 8
+def _depends_on_length(run: RunRows, long: list[int], short: list[int], *, bound: float) -> bool:
+    """Tell whether the length that the model is told changes what it computes, or can't be much longer."""
+    last = _begin(run, long, short)
+    step, rows, num_rows = run.rows.step, [0, last], run.rows.num_rows
+    before = [state.clone() for state in run.rows.states]
+    logits = run.again(rows, num_rows)[rows].clone()
+    for state, kept in zip(run.rows.states, before, strict=True):
+        state.copy_(kept)
+    told, step.told = step.told, _TOLD_APART
+    try:
+        other = run.again(rows, num_rows)[rows]
+    except Exception:  # a table that ends before that length, for example
+        return True
+    finally:
+        step.told = told
+    return not relative_difference(logits, other) <= bound / 8

@@ -110,19 +110,18 @@ def test_compiled_decode_gives_the_same(model_type: str) -> None:
     with Engine(loaded, select_device("cpu"), config) as engine:
         assert is_right(engine, loaded.model)
         assert engine.report().modes == {"decode": "compile"} and not engine.report().fallbacks
+        assert sorted({key.dims for key in engine._runner.program.keys}) == [(1,), (2,), (4,)]
 
 
 @pytest.fixture(scope="module")
 def gptj() -> Iterator[Engine]:
-    options = CompileOptions(lowering="inline", strict=True)
-    with Engine(tiny("gptj"), select_device("cpu"), replace(CONFIG, options=options)) as engine:
+    with Engine(tiny("gptj"), select_device("cpu"), CONFIG) as engine:
         yield engine
 
 
-def test_buckets_are_those_of_decode_and_gaps_are_closed(gptj: Engine) -> None:
+def test_sequences_move_up_where_a_smaller_step_serves_them_then(gptj: Engine) -> None:
     runner = gptj._runner
     assert isinstance(runner, StaticRunner)
-    assert sorted({key.dims for key in runner.program.keys}) == [(1,), (2,), (4,)]
     requests = [gptj.add_request(PROMPTS[number], params(number)) for number in (0, 1, 3, 4)]
     for _ in range(3):
         gptj.step()
@@ -197,6 +196,24 @@ def test_a_model_whose_rows_cannot_be_captured_runs_one_sequence_at_a_time(monke
     with Engine(loaded, select_device("cpu"), CONFIG) as engine:
         assert "one sequence at a time: its rows can't be captured: no room for the graph" in engine.route_reason
         assert all(is_as_alone(loaded.model, i, each) for i, each in enumerate(engine.generate(PROMPTS[:1], params(0))))
+
+
+@pytest.mark.slow
+def test_graphs_that_compute_something_else_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    from core.engine.static import row_steps
+
+    step = row_steps.RowStep
+    written = step.written
+
+    def written_wrongly(self: Any, whole: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
+        return written(self, whole, 2 * new if torch.compiler.is_compiling() else new, dim)
+
+    monkeypatch.setattr(step, "written", written_wrongly)
+    loaded = tiny("gptj")
+    with Engine(loaded, select_device("cpu"), replace(CONFIG, options=CompileOptions(lowering="inline"))) as engine:
+        assert "one sequence at a time: its rows can't be captured: a short sequence in a row" in engine.route_reason
+        assert engine.report().modes == {"decode": "compile"}
+        assert is_as_alone(loaded.model, 0, engine.generate(PROMPTS[:1], params(0))[0])
 
 
 def test_one_that_stays_single_says_why() -> None:

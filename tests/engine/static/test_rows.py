@@ -140,7 +140,7 @@ def test_planted_faults_are_rejected(fault: Any, way: dict[str, bool], monkeypat
         fault(patch)
         if fault is stale_row:
             patch.setattr(StaticModel, "_check_one", check_without_reset(StaticModel._check_one))
-        _, rows = static("gptj", **way)
+        _, rows = static("gptj", max_model_len=250, **way)
     assert rows.num_rows == 1 and "differs from its own forward by" in rows.why_one, rows.why_one
 
 
