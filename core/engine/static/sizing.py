@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 
 from core.device import Device
-from core.engine.paged.sizing import DEFAULT_FRACTION, EASY, GRAPHS
 from core.engine.parallel.agreement import agree
 from core.engine.static.rows import LEAST
+from core.engine.steps.memory import DEFAULT_FRACTION, EASY, GRAPHS
 from core.engine.steps.runner import EngineConfig
 
 log = logging.getLogger("core.engine")

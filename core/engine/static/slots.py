@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as List
 
-from core.engine.paged.blocks import NULL_SLOT
-from core.engine.steps.sequence import Sequence
+from core.engine.steps.sequence import NULL_SLOT, Sequence
 
 
 class Slots:
