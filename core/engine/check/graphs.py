@@ -106,8 +106,9 @@ def _manner(loaded: LoadedModel, device: Device, max_model_len: int, reason: str
             static = open_static(loaded.model, device, EngineConfig(), max_model_len=max_model_len, reason=reason)
         except ModelError as error:  # its graphs can be looked at all the same
             return f"the engine does not serve it: {error.found}"
+        manner = static.manner
         static.close()
-        return static.manner
+        return manner
 
 
 def phase_graphs(loaded: LoadedModel, device: Device, *, phases: Sequence[str] = PHASES) -> tuple[PhaseGraph, ...]:
