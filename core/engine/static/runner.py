@@ -19,7 +19,7 @@ from core.engine.config import Sampling
 from core.engine.inspect.probe import probe_tokens
 from core.engine.static.inputs import decode_inputs, decode_tensors, step_tensors
 from core.engine.static.model import StaticModel, open_static, prepare_static
-from core.engine.static.self_check import RunRows, why_not_in_graphs
+from core.engine.static.self_check import RunRows, told_of, why_not_in_graphs
 from core.engine.static.slots import Slots
 from core.engine.steps.runner import EngineConfig, one_or_all
 from core.engine.steps.sampling import next_tokens, sampling_guard
@@ -132,7 +132,10 @@ class StaticRunner:
             return logits
 
         run = RunRows(self._model, static.rows, prefill=static.prefill, decode=decode)
-        return why_not_in_graphs(run, max_model_len=self._max_model_len)
+        try:
+            return why_not_in_graphs(run, max_model_len=self._max_model_len)
+        except Exception as error:  # kernels may fail in any way
+            return told_of(error)
 
     def _compile_by_ways(self, progress: Progress | None) -> Program:
         """Compile decode; a model that can't be traced gets a mask of full length first, and a mode without trace last.

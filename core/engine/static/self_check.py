@@ -142,21 +142,23 @@ def _begin(run: RunRows, long: list[int], short: list[int]) -> int:
 def _why_not(run: RunRows, long: list[int], short: list[int], *, bound: float) -> str:
     """Return how sequences in rows differ from the model's own forward; "" where they don't.
 
-    Both share steps, beside idle rows; one waits while the other runs, also in a smaller step; and a row is used anew
-    by a shorter sequence.
+    Both share steps, beside idle rows, and one waits while the other runs. Then a smaller step runs, beside rows that
+    nobody has any more, and the long one's row is used anew by a shorter sequence.
     """
     num_rows, last = run.rows.num_rows, _begin(run, long, short)
-    for rows, size in (((0, last), num_rows), ((0,), num_rows), ((0,), 1), ((0, last), num_rows)):
-        run.step(rows, size)
+    for rows in ((0, last), (0,), (0,), (0, last)):
+        run.step(rows, num_rows)
     for row, which in ((0, "a short"), (last, "a long")):
         if not (found := run.difference(row)) <= bound:
             return f"{which} sequence in a row beside others differs from its own forward by {found:.2g}"
-    run.join(last, short[1:])
     run.join(0, short)
+    run.step((0,), 1)
+    run.join(last, short[1:])
     run.step((0, last), num_rows)
     run.step((last,), num_rows)
-    if not (found := run.difference(last)) <= bound:
-        return f"a sequence in a row that held a longer one differs from its own forward by {found:.2g}"
+    for row in (0, last):
+        if not (found := run.difference(row)) <= bound:
+            return f"a sequence in a row that held another one differs from its own forward by {found:.2g}"
     return ""
 
 

@@ -113,6 +113,16 @@ def test_compiled_decode_gives_the_same(model_type: str) -> None:
         assert sorted({key.dims for key in engine._runner.program.keys}) == [(1,), (2,), (4,)]
 
 
+@pytest.mark.slow
+def test_one_large_bucket_serves_all_steps() -> None:
+    loaded = tiny("gptj")
+    options = CompileOptions(lowering="inline", strict=True)
+    config = replace(CONFIG, sampling=("random",), decode_buckets=(4,), options=options)
+    with Engine(loaded, select_device("cpu"), config) as engine:
+        assert is_right(engine, loaded.model)
+        assert {key.dims for key in engine._runner.program.keys} == {(4,)} and engine.stats().padded
+
+
 @pytest.fixture(scope="module")
 def gptj() -> Iterator[Engine]:
     with Engine(tiny("gptj"), select_device("cpu"), CONFIG) as engine:
