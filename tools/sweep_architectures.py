@@ -18,6 +18,7 @@ from documentation.pages import escaped, table
 from sweeping import Result, Worker, one_line, read_results, sweep, versions
 
 NUM_TOKENS = 16
+BATCHED = "static, batched"
 # The first is longer than the tiny models' attention window, and the generation leaves it behind in both.
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22])
 
@@ -87,6 +88,7 @@ def _run_plain(loaded: Any, device: Any) -> None:
 def _judge(loaded: Any, device: Any, **options: Any) -> dict[str, Any]:
     from core.compilation.options import CompileOptions
     from core.engine.check.comparison import compare
+    from core.engine.http.load import max_running
     from core.engine.serve.engine import Engine
     from core.engine.steps.runner import EngineConfig
 
@@ -102,6 +104,7 @@ def _judge(loaded: Any, device: Any, **options: Any) -> dict[str, Any]:
         report = engine.report()
         untraced = " | ".join(textwrap.shorten(note, 300) for note in report.notes if "it can't be" in note)
         facts: dict[str, Any] = {"stage": "check", "route": engine.route, "reason": engine.route_reason}
+        facts["batched"] = max_running(engine) > 1
         facts |= {"num_traces": report.num_traces, "modes": dict(report.modes), "untraced": untraced}
         try:
             result = compare(engine, PROMPTS, num_tokens=NUM_TOKENS, rounds=1)
@@ -124,7 +127,7 @@ def describe(result: dict[str, Any]) -> str:
     """Return one line about a result, for the terminal."""
     parts = [f"{result['type']:24} {verdict_of(result):18}"]
     if "route" in result:
-        parts.append(f"{result['route']}, {_modes(result)}")
+        parts.append(f"{_cache(result)}, {_modes(result)}")
     if result.get("verdict"):
         parts.append(f"T1 {result['verdict']['rms_ratio']:.2f} {result['verdict']['max_ratio']:.2f}")
         parts.append("tokens equal" if result["tokens_equal"] else f"tokens: {result['mismatch']}")
@@ -181,10 +184,16 @@ def _counts(results: list[dict[str, Any]]) -> dict[str, int]:
         "passed (tokens and criterion T1)": sum(r["passed"] for r in done),
         "on the paged cache": sum(r["route"] == "paged" for r in done),
         "on the static cache": sum(r["route"] == "static" for r in done),
+        "of these batched, several sequences at once": sum(_cache(r) == BATCHED for r in done),
         "segmented": sum("segmented" in r["modes"].values() for r in done),
         "decode not captured, run eagerly": sum(r["modes"]["decode"] == "off" for r in done),
         "prompts not captured, run eagerly": sum(r["modes"].get("prefill", "off") == "off" for r in done),
     }
+
+
+def _cache(result: dict[str, Any]) -> str:
+    """Return which cache a result is of; on the paged one, sequences are always batched."""
+    return BATCHED if result["route"] == "static" and result.get("batched") else str(result["route"])
 
 
 def _modes(result: dict[str, Any]) -> str:
@@ -197,8 +206,8 @@ def _row(result: dict[str, Any]) -> list[str]:
     if result["stage"] == "done":
         tokens = "equal" if result["tokens_equal"] else "a tie" if result["allowed"] else "differ"
     ratios = f"{verdict['rms_ratio']:.2f}, {verdict['max_ratio']:.2f}" if verdict else ""
-    modes = _modes(result) if "route" in result else ""
-    cells = [f"`{result['type']}`", verdict_of(result), result.get("route", ""), modes, tokens, ratios]
+    cache, modes = (_cache(result), _modes(result)) if "route" in result else ("", "")
+    cells = [f"`{result['type']}`", verdict_of(result), cache, modes, tokens, ratios]
     return [*cells, f"{result.get('seconds', 0):.0f}"]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from core.bench.cells import Cell, Record
 from core.bench.engines import SPARE, Engines
 from core.common.graphs.backend import GraphKey
+from core.compilation.report import counted
 from core.engine.config import SamplingParams
 from core.engine.serve.engine import Engine
 from core.errors import ModelError
@@ -39,11 +40,11 @@ class CoreSubject:
         engine = self._engine = self._engines.open(cell)
         record.start_s = engine.compile_time_s
         record.details["route"] = engine.route
-        if cell.batch > 1 and engine.route != "paged":
+        if cell.batch > (most := engine._runner.max_num_seqs):
             raise ModelError(
                 f"a batch of {cell.batch} on the cache {engine.route!r}",
-                found=f"the engine serves one sequence at a time there: {engine.route_reason}",
-                remedy="ask for --batch 1",
+                found=f"the engine serves {counted(most, 'sequences')} at once there: {engine.route_reason}",
+                remedy=f"ask for --batch {most}",
             )
         self._before = engine.report()
         prompts = cell.prompts(self._loaded.vocab_size)

@@ -17,6 +17,7 @@ from core.engine.config import PHASES
 from core.engine.inspect.attention import NotPageable
 from core.engine.paged.runner import PagedRunner
 from core.engine.static.cache import CachedPhase, static_phases
+from core.engine.static.model import open_static
 from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError, TraceError, UsageError
 
@@ -85,6 +86,8 @@ def engine_graphs(
                 ) from error
     if runner is None:
         found = phase_graphs(loaded, device, phases=phases)
+        if manner := _manner(loaded, device, length, reason):
+            reason += f"; {manner}"
         yield tuple(replace(graph, cache=f"static: {reason}") for graph in found)
         return
     try:
@@ -94,6 +97,18 @@ def engine_graphs(
         yield tuple(replace(graph, cache=f"{kind}: {runner.reason}") for graph in traced)
     finally:
         runner.close()
+
+
+def _manner(loaded: LoadedModel, device: Device, max_model_len: int, reason: str) -> str:
+    """Return how many sequences the engine serves at once on the static cache, by its defaults."""
+    with torch.inference_mode(False):
+        try:
+            static = open_static(loaded.model, device, EngineConfig(), max_model_len=max_model_len, reason=reason)
+        except ModelError as error:  # its graphs can be looked at all the same
+            return f"the engine does not serve it: {error.found}"
+        manner = static.manner
+        static.close()
+        return manner
 
 
 def phase_graphs(loaded: LoadedModel, device: Device, *, phases: Sequence[str] = PHASES) -> tuple[PhaseGraph, ...]:

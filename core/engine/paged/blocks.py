@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
+from core.engine.steps.sequence import NULL_SLOT
 from core.errors import ModelError
 
 NULL_BLOCK = 0
-NULL_SLOT = 0
-"""Of recurrent states: zeros for ever, which padding reads."""
-DROPPED_SLOT = 1
+DROPPED_SLOT = NULL_SLOT + 1
 """Where padding writes its states; nobody reads it."""
 FIRST_SLOT = 2
 """The first slot of recurrent states that a sequence may have."""

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from core.engine.inspect.recurrence import Recurrence, RecurrentLayer, StateKey
-from core.engine.paged.blocks import FIRST_SLOT, NULL_SLOT
+from core.engine.paged.blocks import FIRST_SLOT
 from core.engine.paged.step_states import RecurrentStep, Run, SlotStates, StepCache, TokenStates
+from core.engine.steps.sequence import NULL_SLOT
 from core.engine.steps.step import Step
 from core.errors import ModelError
 

@@ -12,16 +12,10 @@ from core.engine.inspect.attention import SIZE, implementation
 from core.engine.inspect.indexing import checked_indices
 from core.engine.models.forward import accepted_arguments
 from core.engine.paged.groups import CacheNeeds, CacheSize
+from core.engine.steps.memory import DEFAULT_FRACTION, EASY, GRAPHS
 from core.engine.steps.positions import ServedPositions
 from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError
-
-DEFAULT_FRACTION = 0.9
-"""Share of the device's memory that an engine fills at most, weights and graphs included."""
-_EASY = 0.5
-"""If the cache takes at most this share of the free memory, the memory of a step need not be measured."""
-_GRAPHS = 1.5
-"""Memory that captured graphs hold, as a multiple of what the largest step takes while it runs."""
 
 
 def choose_size(needs: CacheNeeds, device: Device, config: EngineConfig, largest_step: Callable[[], int]) -> CacheSize:
@@ -35,9 +29,9 @@ def choose_size(needs: CacheNeeds, device: Device, config: EngineConfig, largest
         _check(needs, size, total - device.parts.memory().taken_bytes, device)
         return size
     full = needs.full
-    if config.memory_fraction is None and full.num_bytes <= _EASY * (most * total - device.parts.memory().taken_bytes):
+    if config.memory_fraction is None and full.num_bytes <= EASY * (most * total - device.parts.memory().taken_bytes):
         return full
-    reserve = int(_GRAPHS * largest_step())
+    reserve = int(GRAPHS * largest_step())
     device.parts.empty_cache()
     budget = int(most * total) - device.parts.memory().taken_bytes - reserve
     most_tokens = needs.size_within(budget)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from core.common.ops.recurrent import tokens
 from core.engine.inspect.recurrence import StateKey
-from core.engine.paged.blocks import DROPPED_SLOT, NULL_SLOT
+from core.engine.paged.blocks import DROPPED_SLOT
+from core.engine.steps.sequence import NULL_SLOT
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from array import array
 from collections.abc import Sequence
 from itertools import accumulate, islice
 
-from core.engine.paged.blocks import FIRST_SLOT, NULL_BLOCK, NULL_SLOT, BlockPool
+from core.engine.paged.blocks import FIRST_SLOT, NULL_BLOCK, BlockPool
+from core.engine.steps.sequence import NULL_SLOT
 from core.engine.steps.sequence import Sequence as EngineSequence
 
 _SPARE = 0.01

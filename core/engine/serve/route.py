@@ -107,5 +107,5 @@ def _make(
                 found=f"{type(model).__name__} can't run on the paged cache, which alone takes drafts back: {reason}",
                 remedy="leave the draft model out",
             ) from None
-        log.warning("no paged cache: %s; using transformers' static cache, one sequence at a time", reason)
+        log.warning("no paged cache: %s; using transformers' static cache", reason)
         return StaticRunner(model, device, config, reason=reason, sleeper=sleeper, **how), OwnText()

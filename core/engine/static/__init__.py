@@ -1,1 +1,1 @@
-"""Models on transformers' static cache, one sequence at a time."""
+"""Models on transformers' static cache: in rows where these give what the model gives alone, else one sequence."""

@@ -37,8 +37,9 @@ def static_cache(model: Any, max_len: int) -> Any:
 
 
 def cache_tensors(cache: Any) -> tuple[Tensor, ...]:
-    """Return the tensors that the layers of a static cache have allocated, as attributes of theirs."""
+    """Return the tensors that the layers of a static cache have allocated, as attributes of theirs or in dicts."""
     held = [value for layer in cache.layers for value in vars(layer).values()]
+    held += [each for value in held if isinstance(value, dict) for each in value.values()]
     return tuple(value for value in held if isinstance(value, Tensor))
 
 

@@ -16,6 +16,8 @@ FinishReason = Literal["stop", "length", "abort"]
 Shaping = Literal["none", "device", "host"]
 """Whether and where the logits of a sequence's next tokens are changed. host: because the device has no room or no rule
 for it."""
+NULL_SLOT = 0
+"""The slot of a sequence that has none; of recurrent states zeros for ever, which padding reads."""
 NUM_SLOTS = 32
 """Tokens of a sequence whose logits the device can add something to."""
 _versions = count(1)
@@ -59,8 +61,8 @@ class Sequence:
     generated: list[int] = field(default_factory=list)
     #: Its cache blocks in order, for each group of layers; 0 stands for those that no later token needs.
     tables: list[list[int]] = field(default_factory=list)
-    #: The slot of its recurrent states, 0 for none.
-    slot: int = 0
+    #: The slot of its recurrent states, or its row of the static cache counted from 1; 0 for none.
+    slot: int = NULL_SLOT
     #: Tokens whose keys and values are in the cache once the steps under way are done.
     num_computed: int = 0
     #: Tokens that steps under way will give.

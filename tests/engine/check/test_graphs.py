@@ -72,13 +72,14 @@ def test_the_engines_graphs_are_those_of_the_paged_cache_where_there_is_one(llam
             assert first.shape == second.shape and not torch.equal(first, second)
     assert llama.config._attn_implementation == before
     with engine_graphs(llama, select_device("cpu"), cache="static", phases=("decode",)) as (decode,):
-        assert decode.cache == "static: asked for"
+        assert decode.cache == "static: asked for; up to 8 sequences at once"
 
 
 def test_a_model_that_can_not_be_paged_has_static_graphs_with_the_reason() -> None:
     model = build_model(tiny_config("codegen"), torch_device=torch.device("cpu"), dtype=torch.float32)
     with engine_graphs(model, select_device("cpu"), phases=("decode",)) as (decode,):
         assert decode.cache.startswith("static: no paged cache: ")
+        assert decode.cache.endswith("; up to 8 sequences at once")
     asked = engine_graphs(model, select_device("cpu"), cache="paged")
     with refused(UsageError, "on the paged cache", "ask for cache 'static'"), asked:
         pass

@@ -134,7 +134,7 @@ def test_draining_is_bounded_and_says_what_it_cut(engine: Engine) -> None:
     assert not engine.has_unfinished
 
 
-def test_the_static_cache_is_served_one_by_one() -> None:
+def test_the_static_cache_is_served() -> None:
     from core.engine.models.loading import build_model
     from core.engine.models.tiny import tiny_config
     from core.host.selection import select_device

@@ -20,14 +20,14 @@ from core.engine.inspect.recurrent import inspect_recurrence
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.paged import recurrent
-from core.engine.paged.blocks import FIRST_SLOT, NULL_SLOT, BlockPool
+from core.engine.paged.blocks import FIRST_SLOT, BlockPool
 from core.engine.paged.recurrent import RecurrentStates
 from core.engine.paged.runner import PagedRunner
 from core.engine.paged.self_check import chunks_of
 from core.engine.paged.step_states import Run, SlotStates, StepCache, TokenStates
 from core.engine.paged.tables import BlockTables
 from core.engine.steps.runner import EngineConfig
-from core.engine.steps.sequence import Sequence
+from core.engine.steps.sequence import NULL_SLOT, Sequence
 from core.engine.steps.step import Step
 from core.host.selection import select_device
 from tests.kernel_cases import OpsSeen

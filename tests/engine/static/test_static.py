@@ -1,4 +1,4 @@
-"""The static route: models with state of their own, one sequence at a time, decode compiled."""
+"""The static route: models with attention or state of their own, decode compiled."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def test_drafts_are_declined_with_a_word(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_one_sequence_holds_the_cache() -> None:
-    runner = StaticRunner(tiny("bloom").model, select_device("cpu"), EAGER, max_model_len=32, reason="asked for")
+    alone = replace(EAGER, max_num_seqs=1)
+    runner = StaticRunner(tiny("bloom").model, select_device("cpu"), alone, max_model_len=32, reason="asked for")
     first, second = (Sequence(i, [3, 4], SamplingParams()) for i in range(2))
     assert runner.cache.join(first)
     assert not runner.cache.join(second)
