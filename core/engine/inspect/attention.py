@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import core.common.ops.attention.paged  # noqa: F401  # registers core::attention
 from core.engine.inspect.indexing import checked_indices
-from core.engine.inspect.masks import prove_causal
+from core.engine.inspect.masks import Reach, prove_causal
 from core.errors import UsageError
 
 SERVE = "core"
@@ -44,8 +44,7 @@ class AttentionLayer:
     num_kv_heads: int
     key_size: int
     value_size: int
-    #: Positions it looks back; 0 for all.
-    window: int
+    reach: Reach
     dtype: torch.dtype
 
     @property
@@ -76,8 +75,7 @@ class LayerState:
 
     key_cache: Tensor
     value_cache: Tensor
-    #: Positions the layer looks back; 0 for all.
-    window: int
+    reach: Reach
     #: The step being run, shared by all layers.
     step: StepTensors
     #: The scales of codes in the cache.
@@ -92,7 +90,7 @@ class LayerState:
 @dataclass(slots=True)
 class _Recording:
     max_len: int
-    masks: dict[int, tuple[int | None, str]] = field(default_factory=dict)
+    masks: dict[int, tuple[Reach | None, str]] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
     layers: dict[nn.Module, AttentionLayer] = field(default_factory=dict)
     paths: Mapping[nn.Module, str] = field(default_factory=dict)
@@ -178,7 +176,7 @@ def _inspect_attention(
         num_kv_heads=key.shape[1],
         key_size=key.shape[3],
         value_size=value.shape[3],
-        window=_window(path, recording, attention_mask, options),
+        reach=_reach(path, recording, attention_mask, options),
         dtype=key.dtype,
     )
     _check_call(path, module, query, key, options)
@@ -193,16 +191,16 @@ def _size_attention(
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def _window(path: str, recording: _Recording, mask: Tensor | None, options: Mapping[str, Any]) -> int:
+def _reach(path: str, recording: _Recording, mask: Tensor | None, options: Mapping[str, Any]) -> Reach:
     if mask is None or id(mask) not in recording.masks:
         raise NotPageable(f"{path} gets a mask that was not made by transformers' mask functions")
-    window, reason = recording.masks[id(mask)]
-    if window is None:
+    reach, reason = recording.masks[id(mask)]
+    if reach is None:
         raise NotPageable(f"the mask of {path} is not proven: {reason}")
     stated = options.get("sliding_window") or 0
-    if stated and stated < recording.max_len and stated != window:
-        raise NotPageable(f"{path} states a window of {stated}, its mask one of {window}")
-    return window
+    if stated and stated < recording.max_len and Reach(stated) != reach:
+        raise NotPageable(f"{path} states a window of {stated}, and its mask is {reach}")
+    return reach
 
 
 def _check_call(path: str, module: nn.Module, query: Tensor, key: Tensor, options: Mapping[str, Any]) -> None:
@@ -232,7 +230,7 @@ def serve_attention(
 ) -> tuple[Tensor, None]:
     """Attend through `core::attention`. query (1, H, T, D), key and value (1, K, T, ·) -> (1, T, H, V).
 
-    Only reached on models that passed `inspect`, whose window and mask are part of the layer's state.
+    Only reached on models that passed `inspect`, whose mask is part of the layer's state.
     """
     state: LayerState | None = getattr(module, _STATE, None)
     if state is None or state.step.block_table is None:
@@ -253,7 +251,8 @@ def serve_attention(
         step.seq_lens,
         step.query_starts,
         scale=query.shape[3] ** -0.5 if scaling is None else scaling,
-        window=state.window,
+        window=state.reach.window,
+        chunked=state.reach.chunked,
         softcap=softcap or 0.0,
         sinks=s_aux,
         max_query_len=step.max_query_len,

@@ -49,7 +49,7 @@ class PagedCache:
                 )
                 self._tensors += [keys, values]
                 own = (scales or {}).get(module, (None, None))
-                states[module] = LayerState(keys, values, layer.window, step, *own)
+                states[module] = LayerState(keys, values, layer.reach, step, *own)
         # Allocated all before any is attached: where memory runs out, no module keeps a cache.
         self.recurrent = RecurrentStates(recurrence, num_slots=num_slots, device=device)
         for module, state in states.items():

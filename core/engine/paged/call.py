@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from core.engine.config import Sampling
 from core.engine.heads.states import HiddenStates
 from core.engine.inspect.attention import StepTensors
+from core.engine.inspect.positions import TokenPositions
 from core.engine.lora.memory import AdapterMemory
 from core.engine.models.forward import accepted_arguments
 from core.engine.models.sharding.gathering import HeadParts, argmax_of_parts
@@ -34,11 +35,13 @@ class PagedLogits:
         adapters: AdapterMemory | None = None,
         recurrent: RecurrentStep | None = None,
         head: HeadParts | None = None,
+        counts_positions: bool = False,
     ) -> None:
         """steps: what the layers of each group read. states: what the model writes or reads in the slots of a group.
         adapters: those that its linear layers have. recurrent: what the layers that keep recurrent states read; before
         a call with prompts, `RecurrentStates.begin` has to be told of its step. head: of a model
-        that processes share, one for all calls of a runner."""
+        that processes share, one for all calls of a runner. counts_positions: whether its layers do so themselves.
+        """
         self._model = model
         self._steps = tuple(steps)
         self._names = [table_names(group) for group in range(len(self._steps))]
@@ -47,6 +50,7 @@ class PagedLogits:
         self._state_slots = table_names(states_group)[1]
         self._adapters = adapters
         self._recurrent = recurrent
+        self._counts_positions = counts_positions
         self.head = head
         accepted = accepted_arguments(model)
         self._selects_rows, self._takes_positions = "logits_to_keep" in accepted, "position_ids" in accepted
@@ -79,9 +83,11 @@ class PagedLogits:
             self._adapters.begin_step(tables["adapter_slots"])
         if self._recurrent is not None:
             self._recurrent.batch = self._batch(tables["state_slots"], seq_lens, query_starts, tables["in_prompt"])
-        arguments = {"logits_to_keep": logit_rows} if self._selects_rows else {}
+        arguments: dict[str, Any] = {"logits_to_keep": logit_rows} if self._selects_rows else {}
         if self._takes_positions:
             arguments["position_ids"] = position_ids[None]
+        if self._counts_positions:
+            arguments["past_key_values"] = TokenPositions(position_ids)
         output = self._model(input_ids=input_ids[None], use_cache=False, return_dict=True, **arguments)
         for step in self._steps:
             step.clear()

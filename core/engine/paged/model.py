@@ -11,6 +11,7 @@ from core.device import Device
 from core.engine.inspect.attention import AttentionLayer, NotPageable, inspect
 from core.engine.inspect.cache_codes import CACHE_DTYPES, Scales, layer_scales, rounding
 from core.engine.inspect.masks import EXHAUSTIVE
+from core.engine.inspect.positions import counts_positions
 from core.engine.inspect.probe import depends_on_longest
 from core.engine.inspect.recurrent import inspect_recurrence
 from core.engine.paged.groups import make_groups
@@ -48,6 +49,8 @@ class PagedModel:
         if self.whole_prompts and config.max_step_tokens is None:
             self.max_step_tokens = max(self.max_step_tokens, max_model_len)
         self.layers = self._inspect(max_model_len)
+        #: Whether layers count positions themselves.
+        self.counts_positions = counts_positions(model)
         self._codes = CACHE_DTYPES.get(config.kv_cache_dtype)
         if self._codes is not None and not self.layers:
             raise NotPageable("it has no attention layers, and so no keys and values")

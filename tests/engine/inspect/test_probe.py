@@ -127,7 +127,9 @@ def test_right_models_pass_in_half_precision(model_type: str, dtype: torch.dtype
     page(tiny(model_type, dtype))
 
 
-def test_positions_counted_over_the_whole_step_are_found() -> None:
+def test_positions_counted_over_the_whole_step_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    page(tiny("llama4_text", **LLAMA4))
+    monkeypatch.setattr("core.engine.paged.model.counts_positions", lambda model: False)
     with pytest.raises(NotPageable, match="or mixes sequences of a step"):
         page(tiny("llama4_text", **LLAMA4))
 
