@@ -26,7 +26,7 @@ INSPECT = "core_inspect"
 SIZE = "core_size"
 _STATE = "_core_attention"
 # Arguments of the attention interface that carry no arithmetic of their own, or are handled by name below.
-_UNDERSTOOD = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
+_UNDERSTOOD = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "indices"}
 _IRRELEVANT = {"position_ids", "use_cache", "output_attentions", "output_router_logits", "cache_position"}
 
 
@@ -46,6 +46,8 @@ class AttentionLayer:
     value_size: int
     reach: Reach
     dtype: torch.dtype
+    #: Whether the call says which positions a token sees.
+    indexed: bool = False
 
     @property
     def bytes_per_position(self) -> int:
@@ -178,6 +180,7 @@ def _inspect_attention(
         value_size=value.shape[3],
         reach=_reach(path, recording, attention_mask, options),
         dtype=key.dtype,
+        indexed=options.get("indices") is not None,
     )
     _check_call(path, module, query, key, options)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
@@ -212,6 +215,9 @@ def _check_call(path: str, module: nn.Module, query: Tensor, key: Tensor, option
         raise NotPageable(f"{path} is not causal")
     if options.get("dropout"):
         raise NotPageable(f"{path} drops attention weights at inference")
+    chosen = options.get("indices")
+    if chosen is not None and (chosen.shape[:-1] != (1, query.shape[2]) or chosen.is_floating_point()):
+        raise NotPageable(f"{path} passes 'indices' of {tuple(chosen.shape)}, not some positions for each token")
     for name, value in options.items():
         if name not in _UNDERSTOOD | _IRRELEVANT and isinstance(value, Tensor):
             raise NotPageable(f"{path} passes {name!r}, which the paged op does not know")
@@ -226,9 +232,12 @@ def serve_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend through `core::attention`. query (1, H, T, D), key and value (1, K, T, ·) -> (1, T, H, V).
+
+    indices: the positions of its sequence that each token sees, as far as they come no later, (…, T, any number).
 
     Only reached on models that passed `inspect`, whose mask is part of the layer's state.
     """
@@ -239,7 +248,10 @@ def serve_attention(
             found="an engine serves it, and none of its steps is running",
             remedy="generate with the engine, or close it first",
         )
-    step = state.step
+    step, mask = state.step, None
+    if indices is not None:
+        assert step.block_table is not None
+        mask = _chosen(indices, step.block_table.shape[1] * state.key_cache.shape[1])
     out = torch.ops.core.attention.default(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -255,11 +267,19 @@ def serve_attention(
         chunked=state.reach.chunked,
         softcap=softcap or 0.0,
         sinks=s_aux,
+        mask=mask,
         max_query_len=step.max_query_len,
         k_scale=state.k_scale,
         v_scale=state.v_scale,
     )
     return out[None], None
+
+
+def _chosen(indices: Tensor, num_positions: int) -> Tensor:
+    """Return the mask (T, 1, num_positions) bool of the positions that each token chose."""
+    rows = indices.flatten(0, -2).long()[:, None]
+    hidden = torch.zeros((rows.shape[0], 1, num_positions), dtype=torch.bool, device=rows.device)
+    return hidden.scatter(-1, rows, True)
 
 
 def attach(module: nn.Module, state: LayerState) -> None:

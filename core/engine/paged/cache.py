@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from core.engine.inspect.attention import AttentionLayer, LayerState, StepTensors, attach, detach
+from core.engine.inspect.past import Asked
 from core.engine.inspect.recurrence import NONE, Recurrence
 from core.engine.paged.groups import LayerGroup
+from core.engine.paged.past import PagedPast
 from core.engine.paged.recurrent import RecurrentStates
 
 
@@ -20,7 +22,7 @@ class PagedCache:
 
     The engine owns them. Their addresses never change, so captured graphs may hold them.
     num_blocks: N of each group's layers. scales: of the keys and the values of a layer that holds codes; a layer that
-    is left out has none. num_slots: for recurrent states of sequences.
+    is left out has none. num_slots: for recurrent states of sequences. asked: what layers ask of transformers' cache.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class PagedCache:
         scales: Mapping[nn.Module, tuple[Tensor | None, Tensor | None]] | None = None,
         recurrence: Recurrence = NONE,
         num_slots: int = 0,
+        asked: Asked | None = None,
     ) -> None:
         #: What the layers of each group are given in the step that runs.
         self.steps = tuple(StepTensors() for _ in groups)
@@ -50,6 +53,8 @@ class PagedCache:
                 self._tensors += [keys, values]
                 own = (scales or {}).get(module, (None, None))
                 states[module] = LayerState(keys, values, layer.reach, step, *own)
+        #: What the layers get for transformers' cache, with the keys of indexers, which are of the first group.
+        self.past = PagedPast(asked or Asked(), num_blocks=num_blocks[0], block_size=block_size, device=device)
         # Allocated all before any is attached: where memory runs out, no module keeps a cache.
         self.recurrent = RecurrentStates(recurrence, num_slots=num_slots, device=device)
         for module, state in states.items():
@@ -57,8 +62,8 @@ class PagedCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Keys and values of all layers, and recurrent states."""
-        return (*self._tensors, *self.recurrent.tensors)
+        """Keys and values of all layers, keys of indexers, and recurrent states."""
+        return (*self._tensors, *self.past.caches.values(), *self.recurrent.tensors)
 
     @property
     def num_bytes(self) -> int:
@@ -76,4 +81,5 @@ class PagedCache:
         for module in self._modules:
             detach(module)
         self.recurrent.close()
+        self.past.caches = {}
         self._tensors.clear()

@@ -11,10 +11,10 @@ from torch.compiler import is_dynamo_compiling
 from core.engine.config import Sampling
 from core.engine.heads.states import HiddenStates
 from core.engine.inspect.attention import StepTensors
-from core.engine.inspect.positions import TokenPositions
 from core.engine.lora.memory import AdapterMemory
 from core.engine.models.forward import accepted_arguments
 from core.engine.models.sharding.gathering import HeadParts, argmax_of_parts
+from core.engine.paged.past import PagedPast
 from core.engine.paged.step_states import RecurrentStep, SlotStates, TokenStates
 from core.engine.steps.histories import STEP_OF_HISTORIES, Histories
 from core.engine.steps.inputs import table_names
@@ -35,12 +35,12 @@ class PagedLogits:
         adapters: AdapterMemory | None = None,
         recurrent: RecurrentStep | None = None,
         head: HeadParts | None = None,
-        counts_positions: bool = False,
+        past: PagedPast | None = None,
     ) -> None:
         """steps: what the layers of each group read. states: what the model writes or reads in the slots of a group.
         adapters: those that its linear layers have. recurrent: what the layers that keep recurrent states read; before
         a call with prompts, `RecurrentStates.begin` has to be told of its step. head: of a model
-        that processes share, one for all calls of a runner. counts_positions: whether its layers do so themselves.
+        that processes share, one for all calls of a runner. past: what its layers get for transformers' cache.
         """
         self._model = model
         self._steps = tuple(steps)
@@ -50,7 +50,7 @@ class PagedLogits:
         self._state_slots = table_names(states_group)[1]
         self._adapters = adapters
         self._recurrent = recurrent
-        self._counts_positions = counts_positions
+        self._past = past
         self.head = head
         accepted = accepted_arguments(model)
         self._selects_rows, self._takes_positions = "logits_to_keep" in accepted, "position_ids" in accepted
@@ -86,8 +86,8 @@ class PagedLogits:
         arguments: dict[str, Any] = {"logits_to_keep": logit_rows} if self._selects_rows else {}
         if self._takes_positions:
             arguments["position_ids"] = position_ids[None]
-        if self._counts_positions:
-            arguments["past_key_values"] = TokenPositions(position_ids)
+        if self._past is not None:
+            arguments |= self._past.arguments(position_ids, self._steps[0])
         output = self._model(input_ids=input_ids[None], use_cache=False, return_dict=True, **arguments)
         for step in self._steps:
             step.clear()

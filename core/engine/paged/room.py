@@ -83,6 +83,7 @@ class Room:
                 scales=model.scales,
                 recurrence=model.recurrence,
                 num_slots=model.num_slots,
+                asked=model.asked,
             )
         except torch.OutOfMemoryError as error:
             raise self._no_room(error) from None

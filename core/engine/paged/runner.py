@@ -88,7 +88,7 @@ class PagedRunner:
         self.program: Any = None
         self._staged: StagedSteps | None = None
         try:
-            self._calls = self._make_calls(self._paged, counts_positions=paged.counts_positions)
+            self._calls = self._make_calls(self._paged)
             with continuous(self._model):  # judges the cache, not how inputs round to codes
                 forward = self._check_same_function(paged)
             self._greedy_rows = self._greedy_params(max(b["rows"] for sizes in buckets.values() for b in sizes))
@@ -216,9 +216,10 @@ class PagedRunner:
     def _greedy_params(self, num_rows: int) -> Tensor:
         return torch.tensor([GREEDY_ROW], device=self._device.torch_device).repeat(num_rows, 1)
 
-    def _make_calls(self, cache: PagedCache, **kept: Any) -> dict[str, PagedCall]:
-        kept |= {"states": self._states, "states_group": self._states_group, "adapters": self.adapters}
-        kept |= {"recurrent": cache.recurrent.step if self._keeps_states else None, "head": HeadParts.of(self._model)}
+    def _make_calls(self, cache: PagedCache) -> dict[str, PagedCall]:
+        kept: dict[str, Any] = {"states": self._states, "states_group": self._states_group, "adapters": self.adapters}
+        kept |= {"recurrent": cache.recurrent.step if self._keeps_states else None, "past": cache.past}
+        kept["head"] = HeadParts.of(self._model)
         logits = {phase: PagedLogits(self._model, cache.steps, most, **kept) for phase, most in self._lens.items()}
         return {phase: PagedCall(each, self._histories) for phase, each in logits.items()}
 

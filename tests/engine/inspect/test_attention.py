@@ -135,7 +135,6 @@ def test_inspection_leaves_the_model_as_it_was(model_type: str) -> None:
         ("mamba", "ran without calling transformers' attention interface"),
         ("diffllama", "attends more than once per step"),
         ("doge", "gets a mask that was not made by transformers' mask functions"),
-        ("deepseek_v32", "passes 'indices', which the paged op does not know"),
     ],
 )
 def test_a_model_that_cannot_be_paged_says_why(model_type: str, reason: str) -> None:

@@ -218,7 +218,7 @@ def test_models_that_count_from_zero_are_told_from_others() -> None:
 def test_chunks_within_the_context_are_a_group_of_their_own() -> None:
     model = PagedModel(tiny("llama4_text"), select_device("cpu"), CONFIG, max_model_len=LENGTH)
     assert [group.reach for group in model.groups] == [ALL, Reach(WINDOW, chunked=True)]
-    assert model.counts_positions
+    assert model.asked.positions and not model.asked.indexers
 
 
 def test_a_cache_larger_than_the_memory_is_refused_with_figures() -> None:

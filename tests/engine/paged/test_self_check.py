@@ -13,6 +13,7 @@ from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.inspect.attention import NotPageable
 from core.engine.inspect.masks import ALL
+from core.engine.inspect.past import Asked
 from core.engine.inspect.probe import LONG, SHORT, probe_sequences
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
@@ -92,7 +93,7 @@ def test_a_model_that_mixes_the_sequences_of_a_step_is_found_in_a_cache_that_bar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Its temperatures count positions over the whole step, where it is not told of each token's.
-    monkeypatch.setattr("core.engine.paged.model.counts_positions", lambda model: False)
+    monkeypatch.setattr("core.engine.paged.model.what_layers_ask", lambda model: Asked())
     kinds: dict[str, Any] = {"attention_chunk_size": 4096, "layer_types": ["full_attention"] * 2}
     tuned = {"floor_scale": 16, "attn_scale": 1.0, "attn_temperature_tuning": True, "no_rope_layers": [0, 0]}
     mixing = tiny_config("llama4_text", **kinds, **tuned)
