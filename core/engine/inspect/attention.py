@@ -160,7 +160,7 @@ def _inspect_mask(mask_function: Any, q_length: int, kv_length: int, device: Any
     """Replaces the mask function: proves the mask, and returns a marker that the layers pass on to attention."""
     recording: _Recording = _recording.current
     marker = torch.zeros((1, 1, q_length, kv_length), dtype=torch.bool, device=device)
-    recording.masks[id(marker)] = prove_causal(mask_function, recording.max_len)
+    recording.masks[id(marker)] = prove_causal(mask_function, recording.max_len, device)
     recording.kept.append(marker)  # keeps the id from being given to another tensor
     return marker
 

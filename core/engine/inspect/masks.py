@@ -41,13 +41,17 @@ class Reach(NamedTuple):
 ALL = Reach()
 
 
-def prove_causal(mask_function: MaskFunction, max_len: int) -> tuple[Reach | None, str]:
+def prove_causal(
+    mask_function: MaskFunction, max_len: int, device: torch.device | str = "cpu"
+) -> tuple[Reach | None, str]:
     """Return (reach, "") if the mask is causal and hides nothing within that reach, else (None, reason).
 
-    max_len: the longest context that can occur; the proof covers positions 0 … max_len - 1 and two heads. Beyond
-    `EXHAUSTIVE` positions it is no strict proof, since only a sample of the rows is compared.
+    max_len: the longest context that can occur; the proof covers positions 0 … max_len - 1 and two heads. device: where
+    the function's own tensors lie, such as the padding on the left that chunks begin behind. Beyond `EXHAUSTIVE`
+    positions it is no strict proof, since only a sample of the rows is compared.
     """
     try:
+        mask_function = _on(device, mask_function)
         reach = _reach(mask_function, max_len)
         for rows in _rows(max_len, reach.window):
             differing = _compare(mask_function, rows, max_len, reach)
@@ -56,6 +60,13 @@ def prove_causal(mask_function: MaskFunction, max_len: int) -> tuple[Reach | Non
     except Exception as error:
         return None, f"its function can't be evaluated on plain positions: {type(error).__name__}: {error}"
     return reach, ""
+
+
+def _on(device: torch.device | str, mask_function: MaskFunction) -> MaskFunction:
+    """Return the function with its positions on a device, and its result on the host."""
+    if torch.device(device).type == "cpu":
+        return mask_function
+    return lambda *positions: torch.as_tensor(mask_function(*(each.to(device) for each in positions))).cpu()
 
 
 def _evaluate(mask_function: MaskFunction, rows: Tensor, max_len: int) -> Tensor:

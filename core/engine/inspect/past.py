@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from core.engine.inspect.attention import SIZE, NotPageable, StepTensors, implementation, register_interfaces
+from core.engine.inspect.indexing import checked_indices
 from core.engine.models.forward import accepted_arguments
 
 _TOKENS = 4
@@ -116,6 +117,7 @@ class _Asking(TokenPositions):
         return indexer_key_states
 
 
+@checked_indices()
 def what_layers_ask(model: Any) -> Asked:
     """Return what layers ask of transformers' cache besides their own keys and values.
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from core.engine.inspect import masks
 from core.engine.inspect.masks import EXHAUSTIVE, MaskFunction, Reach, prove_causal
 
 
@@ -193,3 +196,17 @@ def test_transformers_chunked_function_is_proven_where_no_padding_is_on_the_left
     assert prove_causal(function, 100) == (Reach(16, chunked=True), "")
     padded = chunked_causal_mask_function(16, torch.full((1,), 3))
     assert prove_causal(padded, 100)[0] is None
+
+
+def test_a_function_is_evaluated_where_its_own_tensors_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[tuple[object, ...]] = []
+    taken = Tensor.to
+
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        moved.append(args)
+        return self if args == ("elsewhere",) else taken(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "to", to)
+    monkeypatch.setattr(masks.torch, "device", lambda name: SimpleNamespace(type=name))
+    assert prove_causal(chunked(16), 100, "elsewhere") == (Reach(16, chunked=True), "")
+    assert moved.count(("elsewhere",)) % 4 == 0 and moved  # batch, head, query and key
