@@ -64,8 +64,6 @@ def prove_causal(
 
 def _on(device: torch.device | str, mask_function: MaskFunction) -> MaskFunction:
     """Return the function with its positions on a device, and its result on the host."""
-    if torch.device(device).type == "cpu":
-        return mask_function
     return lambda *positions: torch.as_tensor(mask_function(*(each.to(device) for each in positions))).cpu()
 
 

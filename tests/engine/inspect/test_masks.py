@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from core.engine.inspect import masks
 from core.engine.inspect.masks import EXHAUSTIVE, MaskFunction, Reach, prove_causal
 
 
@@ -207,6 +205,5 @@ def test_a_function_is_evaluated_where_its_own_tensors_lie(monkeypatch: pytest.M
         return self if args == ("elsewhere",) else taken(self, *args, **kwargs)
 
     monkeypatch.setattr(Tensor, "to", to)
-    monkeypatch.setattr(masks.torch, "device", lambda name: SimpleNamespace(type=name))
     assert prove_causal(chunked(16), 100, "elsewhere") == (Reach(16, chunked=True), "")
     assert moved.count(("elsewhere",)) % 4 == 0 and moved  # batch, head, query and key
