@@ -109,12 +109,17 @@ CASES: dict[str, Call] = {
     "window over tiles": {"lens": ((40, 90), (1, 60)), "window": 40},
     "window of a tile": {"lens": (*PROMPTS, (1, 50)), "window": 16},
     "window above all": {"lens": CHUNKS, "window": 500},
+    **{
+        name: {"lens": ((20, 61), (1, 33), (0, 0), (3, 17), (17, 17), (40, 90)), "window": size, "chunked": True}
+        for name, size in (("chunks below a tile", 5), ("chunks of a tile", 16), ("chunks over tiles", 40))
+    },
     "both ways": {"lens": CHUNKS, "causal": False},
     "both ways in a window": {"lens": ((20, 61), (33, 40)), "causal": False, "window": 7},
     "soft-cap": {"lens": CHUNKS, "softcap": 1.5, "padding": (3, 0)},
     "high soft-cap": {"lens": CHUNKS, "softcap": 50.0, "scale": 0.9},
     "sinks": {"lens": CHUNKS, "sinks": torch.tensor([-1.0, 0.5, 3.0, 30.0]), "heads": (4, 2)},
     "sinks in a window": {"lens": CHUNKS, "sinks": torch.tensor([-torch.inf, 3.0]), "window": 3},
+    "sinks in chunks": {"lens": CHUNKS, "sinks": torch.tensor([-1.0, 3.0]), "window": 16, "chunked": True},
     "pages of one": {"lens": CHUNKS, "page": 1},
     "pages of 24": {"lens": CHUNKS, "page": 24},
     "pages of 64": {"lens": CHUNKS, "page": 64},

@@ -17,6 +17,7 @@ from torch import nn
 
 from core.bench.rates import Rates
 from core.engine.inspect.attention import NotPageable, inspect
+from core.engine.inspect.masks import ALL, Reach
 from core.engine.inspect.recurrent import inspect_recurrence
 from core.quantization.layers import QuantizedModule, num_values
 
@@ -36,8 +37,7 @@ class CacheLayer:
     num_heads: int
     key_size: int
     value_size: int
-    #: Positions that it looks back; 0 for all.
-    window: int = 0
+    reach: Reach = ALL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,10 +151,10 @@ def _floor(shape: Shape, rates: Rates, *, rows: int, num_tokens: int, lens: Sequ
     cache, flops = float(len(lens) * shape.state_bytes * (2 if fresh == 1 else 1)), 0.0
     for layer in shape.layers:
         for length in lens:
-            seen = min(length, layer.window) if layer.window else length
+            seen = _seen(length, layer.reach)
             # A new position counts only its write: its keys and values need not be read from memory.
             cache += layer.bytes_per_position * (max(seen - fresh, 0) + fresh)
-            pairs = seen * fresh if fresh == 1 else _causal_pairs(fresh, layer.window)
+            pairs = seen * fresh if fresh == 1 else _causal_pairs(fresh, layer.reach)
             flops += 2 * layer.num_heads * (layer.key_size + layer.value_size) * pairs
     active = shape.top_k / shape.num_experts if shape.num_experts else 0.0
     products = 2 * num_tokens * (shape.dense + active * shape.experts)
@@ -171,10 +171,20 @@ def _floor(shape: Shape, rates: Rates, *, rows: int, num_tokens: int, lens: Sequ
     )
 
 
-def _causal_pairs(num_tokens: int, window: int) -> int:
+def _seen(length: float, reach: Reach) -> float:
+    """Return how many positions the last token of a sequence sees."""
+    if reach.chunked:
+        return (length - 1) % reach.window + 1
+    return min(length, reach.window) if reach.window else length
+
+
+def _causal_pairs(num_tokens: int, reach: Reach) -> int:
     """Return the number of (query, key) pairs that a causal mask allows."""
-    reach = min(window, num_tokens) if window else num_tokens
-    return reach * (reach + 1) // 2 + (num_tokens - reach) * reach
+    size = min(reach.window, num_tokens) if reach.window else num_tokens
+    whole, rest = divmod(num_tokens, max(size, 1))
+    if reach.chunked:
+        return whole * (size * (size + 1) // 2) + rest * (rest + 1) // 2
+    return size * (size + 1) // 2 + (num_tokens - size) * size
 
 
 def _layers(model: Any, config: Any, max_len: int, cache_dtype: torch.dtype | None) -> tuple[CacheLayer, ...]:
@@ -193,7 +203,7 @@ def _layers(model: Any, config: Any, max_len: int, cache_dtype: torch.dtype | No
             num_heads=layer.num_heads,
             key_size=layer.key_size,
             value_size=layer.value_size,
-            window=layer.window,
+            reach=layer.reach,
         )
         for layer in found
     )

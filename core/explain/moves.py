@@ -85,7 +85,9 @@ def _cache_bytes(cache: Tensor, named: Mapping[str, Any]) -> int:
         return _stored(cache)
     window = int(named.get("window") or 0)
     starts = named.get("query_starts")
-    seen = lens.to("cpu").clamp(max=window) if window else lens.to("cpu")
+    seen = lens.to("cpu")
+    if window:
+        seen = (seen - 1) % window + (seen > 0) if named.get("chunked") else seen.clamp(max=window)
     held = int(seen.sum())
     if isinstance(starts, Tensor):  # new positions come as arguments key and value and are not read back
         held = max(held - int(starts[-1]), 0)

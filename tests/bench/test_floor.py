@@ -14,6 +14,7 @@ from core.bench import rates
 from core.bench.floor import CacheLayer, Shape, decode_floor, prefill_floor, shape_of
 from core.bench.presets import PRESETS, random_model
 from core.bench.rates import Rates, measure_rates
+from core.engine.inspect.masks import Reach
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from tests.support import cpu
@@ -85,7 +86,7 @@ def test_recurrent_states_are_read_and_written_in_decode_and_written_by_a_prompt
 
 
 def test_a_window_bounds_what_is_read_and_what_is_multiplied() -> None:
-    layer = CacheLayer(bytes_per_position=10, num_heads=1, key_size=1, value_size=1, window=4)
+    layer = CacheLayer(bytes_per_position=10, num_heads=1, key_size=1, value_size=1, reach=Reach(4))
     shape = Shape(
         itemsize=1, hidden=0, vocab=0, dense=0, head=0, experts=0, vectors=0, num_experts=0, top_k=0, layers=(layer,)
     )
@@ -93,6 +94,9 @@ def test_a_window_bounds_what_is_read_and_what_is_multiplied() -> None:
     prefill = prefill_floor(shape, RATES, 6)
     assert prefill.cache_bytes == 6 * 10
     assert prefill.flops == 2 * 2 * (1 + 2 + 3 + 4 + 4 + 4)
+    chunks = replace(shape, layers=(replace(layer, reach=Reach(4, chunked=True)),))
+    assert [decode_floor(chunks, RATES, batch=1, context=n).cache_bytes for n in (4, 5, 7)] == [40, 10, 30]
+    assert prefill_floor(chunks, RATES, 10).flops == 2 * 2 * (1 + 2 + 3 + 4 + 1 + 2 + 3 + 4 + 1 + 2)
 
 
 def test_rates_come_from_the_clock() -> None:

@@ -94,13 +94,13 @@ def test_what_a_call_moves() -> None:
     assert not moved(".add_", (x, 1), {}, x).is_view
 
 
-def _attention(seq_lens: list[int], queries: list[int], window: int = 0) -> int:
+def _attention(seq_lens: list[int], queries: list[int], **options: Any) -> int:
     cache = torch.zeros(10, 16, 2, 4)
     total = queries[-1]
     query, key = torch.zeros(total, 6, 4), torch.zeros(total, 2, 4)
     args = (query, key, key, cache, cache, torch.zeros(2, 5, dtype=torch.int32), torch.zeros(total, dtype=torch.int64))
     lens = (torch.tensor(seq_lens, dtype=torch.int32), torch.tensor(queries, dtype=torch.int32))
-    given = moved("core::attention", (*args, *lens), {"scale": 1.0, "window": window}, query)
+    given = moved("core::attention", (*args, *lens), {"scale": 1.0, **options}, query)
     small = sum(t.nbytes for t in (query, key, key, *args[5:], *lens))
     return given.bytes - small - query.nbytes - 2 * key.nbytes  # what is left was read of the caches
 
@@ -109,6 +109,7 @@ def test_attention_reads_of_the_cache_what_the_sequences_hold() -> None:
     position = 2 * 2 * 4 * 4  # key and value of 2 heads of 4
     assert _attention([30, 20], [0, 1, 2]) == (30 + 20 - 2) * position
     assert _attention([30, 3], [0, 1, 2], window=8) == (8 + 3 - 2) * position
+    assert _attention([30, 8, 0], [0, 1, 2, 2], window=8, chunked=True) == (6 + 8 - 2) * position
     assert _attention([5, 5], [0, 5, 10]) == 0  # a prompt: all of it is given as keys and values
 
 

@@ -26,11 +26,12 @@ def attention(source: Source) -> dict[str, Any]:
         lens.append((new, new + source.integer(0, 20)))
     kv_heads, group, size = source.integer(1, 3), source.integer(1, 3), source.one_of(8, 16, 64, 128)
     value_size, window = source.one_of(size, 8), source.one_of(0, 1, 5)
+    chunked = window > 0 and source.one_of(False, True)
     extra_tokens, extra_seqs = source.integer(0, 3), source.integer(0, 2)
     table, slots, num_blocks = _pages(source, lens, page, extra_seqs)
     num_tokens, num_seqs, most = len(slots) + extra_tokens, len(lens) + extra_seqs, max(new for new, _ in lens)
     caches = [source.dense(num_blocks, page, kv_heads, width) for width in (size, value_size)]
-    _forget(caches, table, lens, window)
+    _forget(caches, table, lens, window, chunked)
     scales: dict[str, Tensor | None] = {}
     if source.one_of(False, True):
         # Of codes: their scales are odd numbers, which put no value of half precision right between two of them.
@@ -52,10 +53,11 @@ def attention(source: Source) -> dict[str, Any]:
         "query_starts": _padded(source, starts, num_seqs + 1, starts[-1], torch.int32),
         "scale": source.one_of(size**-0.5, 0.37),
         "window": window,
+        "chunked": chunked,
         "softcap": source.one_of(0.0, 2.5),
         "sinks": source.maybe(kv_heads * group),
         "mask": _mask(source, num_tokens, source.one_of(1, kv_heads * group), table.shape[1] * page),
-        "causal": source.one_of(True, False),
+        "causal": chunked or source.one_of(True, False),
         "max_query_len": source.one_of(most, 0, most + 2),
         **scales,
     }
@@ -75,11 +77,13 @@ def _pages(source: Source, lens: _Lens, page: int, extra_seqs: int) -> tuple[Ten
     return table, slots, num_blocks
 
 
-def _forget(caches: list[Tensor], table: Tensor, lens: _Lens, window: int) -> None:
+def _forget(caches: list[Tensor], table: Tensor, lens: _Lens, window: int, chunked: bool) -> None:
     """Put NaN where nobody has written yet, past the end of each sequence, and before the window of its first query."""
     page = caches[0].shape[1]
     for row, (new, length) in enumerate(lens):
-        window_start = max(length - new + 1 - window, 0) if window else 0
+        first = length - new
+        begin = first // window * window if chunked else max(first + 1 - window, 0)
+        window_start = begin if window else 0
         for position in (*range(window_start), *range(length, table.shape[1] * page)):
             for cache in caches:
                 cache[int(table[row, position // page]), position % page] = math.nan

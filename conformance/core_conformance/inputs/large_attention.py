@@ -63,6 +63,7 @@ def paged_attention_sizes(draw: Draw) -> Iterator[Sample]:
         "chunks, heads of 96, pages of 64": {"lens": ((70, 300), (1, 130)), "heads": (16, 2), "size": 96, "page": 64},
         "heads of 256, one each": {"lens": ((33, 33), (5, 140)), "heads": (8, 8), "size": 256, "page": 32},
         "window of 33, prefill": {"lens": ((70, 70), (20, 90)), "window": 33},
+        "chunks of 33, prefill": {"lens": ((70, 70), (20, 90), (40, 106)), "window": 33, "chunked": True},
     }
     for name, call in sizes.items():
         yield Sample(name=name, kwargs=_paged(draw, **call))
@@ -70,6 +71,7 @@ def paged_attention_sizes(draw: Draw) -> Iterator[Sample]:
     decode: dict[str, Any] = {"lens": ((1, 90), (1, 34), (1, 33)), "max_query_len": 1}
     crossed: dict[str, dict[str, Any]] = {
         "window of 33, decode": {"window": 33},
+        "chunks of 33, decode": {"window": 33, "chunked": True},
         "soft cap, decode": {"softcap": 2.5},
         "sinks, decode": {"sinks": sinks},
         "window of 33 and soft cap, decode": {"window": 33, "softcap": 2.5},
@@ -100,6 +102,7 @@ def _paged(
     page: int = 16,
     padding: tuple[int, int] = (0, 0),
     window: int = 0,
+    chunked: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Build one call. lens: (new tokens, length) of each sequence; padding: extra (tokens, sequences)."""
@@ -109,7 +112,9 @@ def _paged(
     table = torch.zeros(len(lens) + padding[1], width, dtype=torch.int32)
     table[: len(lens)] = order.view(len(lens), width).cpu()
     slots = [_slot(table, i, p, page) for i, (new, length) in enumerate(lens) for p in range(length - new, length)]
-    read = [_slot(table, i, p, page) for i, (new, length) in enumerate(lens) for p in _earlier(new, length, window)]
+    read = [
+        _slot(table, i, p, page) for i, (new, length) in enumerate(lens) for p in _earlier(new, length, window, chunked)
+    ]
     num_tokens, num_seqs = len(slots) + padding[0], len(lens) + padding[1]
     starts = [0, *accumulate(new for new, _ in lens)]
     caches = [_holding(draw(1 + len(lens) * width, page, num_kv_heads, size), read) for _ in range(2)]
@@ -130,6 +135,7 @@ def _paged(
         "query_starts": index(starts, num_seqs + 1, starts[-1], torch.int32),
         "scale": size**-0.5,
         "window": window,
+        "chunked": chunked,
         **options,
     }
 
@@ -138,9 +144,11 @@ def _slot(table: Tensor, sequence: int, position: int, page: int) -> int:
     return int(table[sequence, position // page]) * page + position % page
 
 
-def _earlier(new: int, length: int, window: int) -> range:
+def _earlier(new: int, length: int, window: int, chunked: bool) -> range:
     """Return the positions of earlier tokens that this step's first token may attend to."""
     first = length - new
+    if chunked:
+        return range(first // window * window, first)
     return range(max(0, first - window + 1) if window else 0, first)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import core.common.ops.attention.paged  # noqa: F401  # registers core::attention
 from core.engine.inspect.indexing import checked_indices
-from core.engine.inspect.masks import prove_causal
+from core.engine.inspect.masks import Reach, prove_causal
 from core.errors import UsageError
 
 SERVE = "core"
@@ -26,7 +26,7 @@ INSPECT = "core_inspect"
 SIZE = "core_size"
 _STATE = "_core_attention"
 # Arguments of the attention interface that carry no arithmetic of their own, or are handled by name below.
-_UNDERSTOOD = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
+_UNDERSTOOD = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "indices"}
 _IRRELEVANT = {"position_ids", "use_cache", "output_attentions", "output_router_logits", "cache_position"}
 
 
@@ -44,9 +44,10 @@ class AttentionLayer:
     num_kv_heads: int
     key_size: int
     value_size: int
-    #: Positions it looks back; 0 for all.
-    window: int
+    reach: Reach
     dtype: torch.dtype
+    #: Whether the call says which positions a token sees.
+    indexed: bool = False
 
     @property
     def bytes_per_position(self) -> int:
@@ -76,8 +77,7 @@ class LayerState:
 
     key_cache: Tensor
     value_cache: Tensor
-    #: Positions the layer looks back; 0 for all.
-    window: int
+    reach: Reach
     #: The step being run, shared by all layers.
     step: StepTensors
     #: The scales of codes in the cache.
@@ -92,7 +92,7 @@ class LayerState:
 @dataclass(slots=True)
 class _Recording:
     max_len: int
-    masks: dict[int, tuple[int | None, str]] = field(default_factory=dict)
+    masks: dict[int, tuple[Reach | None, str]] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
     layers: dict[nn.Module, AttentionLayer] = field(default_factory=dict)
     paths: Mapping[nn.Module, str] = field(default_factory=dict)
@@ -160,7 +160,7 @@ def _inspect_mask(mask_function: Any, q_length: int, kv_length: int, device: Any
     """Replaces the mask function: proves the mask, and returns a marker that the layers pass on to attention."""
     recording: _Recording = _recording.current
     marker = torch.zeros((1, 1, q_length, kv_length), dtype=torch.bool, device=device)
-    recording.masks[id(marker)] = prove_causal(mask_function, recording.max_len)
+    recording.masks[id(marker)] = prove_causal(mask_function, recording.max_len, device)
     recording.kept.append(marker)  # keeps the id from being given to another tensor
     return marker
 
@@ -178,8 +178,9 @@ def _inspect_attention(
         num_kv_heads=key.shape[1],
         key_size=key.shape[3],
         value_size=value.shape[3],
-        window=_window(path, recording, attention_mask, options),
+        reach=_reach(path, recording, attention_mask, options),
         dtype=key.dtype,
+        indexed=options.get("indices") is not None,
     )
     _check_call(path, query, key, options)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
@@ -193,16 +194,16 @@ def _size_attention(
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def _window(path: str, recording: _Recording, mask: Tensor | None, options: Mapping[str, Any]) -> int:
+def _reach(path: str, recording: _Recording, mask: Tensor | None, options: Mapping[str, Any]) -> Reach:
     if mask is None or id(mask) not in recording.masks:
         raise NotPageable(f"{path} gets a mask that was not made by transformers' mask functions")
-    window, reason = recording.masks[id(mask)]
-    if window is None:
+    reach, reason = recording.masks[id(mask)]
+    if reach is None:
         raise NotPageable(f"the mask of {path} is not proven: {reason}")
     stated = options.get("sliding_window") or 0
-    if stated and stated < recording.max_len and stated != window:
-        raise NotPageable(f"{path} states a window of {stated}, its mask one of {window}")
-    return window
+    if stated and stated < recording.max_len and Reach(stated) != reach:
+        raise NotPageable(f"{path} states a window of {stated}, and its mask is {reach}")
+    return reach
 
 
 def _check_call(path: str, query: Tensor, key: Tensor, options: Mapping[str, Any]) -> None:
@@ -212,6 +213,9 @@ def _check_call(path: str, query: Tensor, key: Tensor, options: Mapping[str, Any
         )
     if options.get("dropout"):
         raise NotPageable(f"{path} drops attention weights at inference")
+    chosen = options.get("indices")
+    if chosen is not None and (chosen.shape[:-1] != (1, query.shape[2]) or chosen.is_floating_point()):
+        raise NotPageable(f"{path} passes 'indices' of {tuple(chosen.shape)}, not some positions for each token")
     for name, value in options.items():
         if name not in _UNDERSTOOD | _IRRELEVANT and isinstance(value, Tensor):
             raise NotPageable(f"{path} passes {name!r}, which the paged op does not know")
@@ -226,11 +230,14 @@ def serve_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend through `core::attention`. query (1, H, T, D), key and value (1, K, T, ·) -> (1, T, H, V).
 
-    Only reached on models that passed `inspect`, whose window and mask are part of the layer's state.
+    indices: the positions of its sequence that each token sees, as far as they come no later, (…, T, any number).
+
+    Only reached on models that passed `inspect`, whose mask is part of the layer's state.
     """
     state: LayerState | None = getattr(module, _STATE, None)
     if state is None or state.step.block_table is None:
@@ -239,7 +246,10 @@ def serve_attention(
             found="an engine serves it, and none of its steps is running",
             remedy="generate with the engine, or close it first",
         )
-    step = state.step
+    step, mask = state.step, None
+    if indices is not None:
+        assert step.block_table is not None
+        mask = _chosen(indices, step.block_table.shape[1] * state.key_cache.shape[1])
     out = torch.ops.core.attention.default(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -251,14 +261,23 @@ def serve_attention(
         step.seq_lens,
         step.query_starts,
         scale=query.shape[3] ** -0.5 if scaling is None else scaling,
-        window=state.window,
+        window=state.reach.window,
+        chunked=state.reach.chunked,
         softcap=softcap or 0.0,
         sinks=s_aux,
+        mask=mask,
         max_query_len=step.max_query_len,
         k_scale=state.k_scale,
         v_scale=state.v_scale,
     )
     return out[None], None
+
+
+def _chosen(indices: Tensor, num_positions: int) -> Tensor:
+    """Return the mask (T, 1, num_positions) bool of the positions that each token chose."""
+    rows = indices.flatten(0, -2).long()[:, None]
+    hidden = torch.zeros((rows.shape[0], 1, num_positions), dtype=torch.bool, device=rows.device)
+    return hidden.scatter(-1, rows, True)
 
 
 def attach(module: nn.Module, state: LayerState) -> None:

@@ -43,7 +43,8 @@ _RULES: tuple[tuple[str, int | float], ...] = (
     (r"(moe_)?num(_local)?_experts|n_routed_experts", EXPERTS),
     (r".*experts_per_tok(en)?|moe_(topk|k)|top_k_experts", 2),
     (
-        r"(sliding|attention|local_attention)_window(_size|_len)?|window_size|local_attention|attention_chunk_size",
+        r"(sliding|attention|local_attention)_window(_size|_len)?|window_size|local_attention|attention_chunk_size|"
+        r"floor_scale",
         WINDOW,
     ),
     (r"(mamba_)?chunk_size|max_inference_chunksize|index_topk|indexer_budget", WINDOW),

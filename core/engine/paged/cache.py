@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from core.engine.inspect.attention import AttentionLayer, LayerState, StepTensors, attach, detach
+from core.engine.inspect.past import Asked
 from core.engine.inspect.positions import ZERO_BASED, Counting
 from core.engine.inspect.recurrence import NONE, Recurrence
 from core.engine.paged.groups import LayerGroup
+from core.engine.paged.past import PagedPast
 from core.engine.paged.recurrent import RecurrentStates
 from core.engine.steps.positions import ServedPositions
 
@@ -22,7 +24,7 @@ class PagedCache:
 
     The engine owns them. Their addresses never change, so captured graphs may hold them.
     num_blocks: N of each group's layers. scales: of the keys and the values of a layer that holds codes; a layer that
-    is left out has none. num_slots: for recurrent states of sequences.
+    is left out has none. num_slots: for recurrent states of sequences. asked: what layers ask of transformers' cache.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class PagedCache:
         recurrence: Recurrence = NONE,
         num_slots: int = 0,
         counting: Counting = ZERO_BASED,
+        asked: Asked | None = None,
     ) -> None:
         #: What the layers of each group are given in the step that runs.
         self.steps = tuple(StepTensors() for _ in groups)
@@ -52,7 +55,9 @@ class PagedCache:
                 )
                 self._tensors += [keys, values]
                 own = (scales or {}).get(module, (None, None))
-                states[module] = LayerState(keys, values, layer.window, step, *own)
+                states[module] = LayerState(keys, values, layer.reach, step, *own)
+        #: What the layers get for transformers' cache, with the keys of indexers, which are of the first group.
+        self.past = PagedPast(asked or Asked(), num_blocks=num_blocks[0], block_size=block_size, device=device)
         # Allocated all before any is attached: where memory runs out, no module keeps a cache.
         self.recurrent = RecurrentStates(recurrence, num_slots=num_slots, device=device)
         #: How the model is given the positions of a step.
@@ -63,8 +68,8 @@ class PagedCache:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Keys and values of all layers, and recurrent states."""
-        return (*self._tensors, *self.recurrent.tensors)
+        """Keys and values of all layers, keys of indexers, and recurrent states."""
+        return (*self._tensors, *self.past.caches.values(), *self.recurrent.tensors)
 
     @property
     def num_bytes(self) -> int:
@@ -84,4 +89,5 @@ class PagedCache:
             detach(module)
         self.positions.detach()
         self.recurrent.close()
+        self.past.caches = {}
         self._tensors.clear()

@@ -14,6 +14,7 @@ from core.engine.inspect.attention import StepTensors
 from core.engine.lora.memory import AdapterMemory
 from core.engine.models.forward import accepted_arguments
 from core.engine.models.sharding.gathering import HeadParts, argmax_of_parts
+from core.engine.paged.past import PagedPast
 from core.engine.paged.step_states import RecurrentStep, SlotStates, TokenStates
 from core.engine.steps.histories import STEP_OF_HISTORIES, Histories
 from core.engine.steps.inputs import table_names
@@ -36,11 +37,13 @@ class PagedLogits:
         adapters: AdapterMemory | None = None,
         recurrent: RecurrentStep | None = None,
         head: HeadParts | None = None,
+        past: PagedPast | None = None,
     ) -> None:
         """steps: what the layers of each group read. positions: how the model is told a step's. states: what the model
         writes or reads in the slots of a group. adapters: those that its linear layers have. recurrent: what the layers
         that keep recurrent states read; before a call with prompts, `RecurrentStates.begin` has to be told of its step.
-        head: of a model that processes share, one for all calls of a runner."""
+        head: of a model that processes share, one for all calls of a runner. past: what its layers get for
+        transformers' cache."""
         self._model = model
         self._steps = tuple(steps)
         self._names = [table_names(group) for group in range(len(self._steps))]
@@ -50,6 +53,7 @@ class PagedLogits:
         self._state_slots = table_names(states_group)[1]
         self._adapters = adapters
         self._recurrent = recurrent
+        self._past = past
         self.head = head
         self._selects_rows = "logits_to_keep" in accepted_arguments(model)
 
@@ -81,8 +85,10 @@ class PagedLogits:
             self._adapters.begin_step(tables["adapter_slots"])
         if self._recurrent is not None:
             self._recurrent.batch = self._batch(tables["state_slots"], seq_lens, query_starts, tables["in_prompt"])
-        arguments = {"logits_to_keep": logit_rows} if self._selects_rows else {}
+        arguments: dict[str, Any] = {"logits_to_keep": logit_rows} if self._selects_rows else {}
         arguments |= self._positions.begin(position_ids[None], input_ids[None])
+        if self._past is not None:
+            arguments |= self._past.arguments(position_ids, self._steps[0])
         output = self._model(input_ids=input_ids[None], use_cache=False, return_dict=True, **arguments)
         for step in self._steps:
             step.clear()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from core.engine.inspect.attention import AttentionLayer
+from core.engine.inspect.masks import ALL, Reach
 
 MAX_GROUPS = 4
 """Most groups: each costs a block table and a slot mapping per step. Layers with further windows join the next larger
@@ -20,32 +21,33 @@ _MOST_OF_WINDOWS = 4
 class LayerGroup:
     """Attention layers whose keys and values are kept equally long."""
 
-    #: Positions that they look back; 0 for all.
-    window: int
+    reach: Reach
     modules: tuple[nn.Module, ...]
     #: Cache memory of one position in all of them.
     bytes_per_position: int
 
 
 def make_groups(layers: Mapping[nn.Module, AttentionLayer], *, max_len: int, block_size: int) -> tuple[LayerGroup, ...]:
-    """Group layers by window, those that look back to the first token first.
+    """Group layers by reach, those that look back to the first token first.
 
-    A window that holds nearly the longest context saves nothing, and counts as none. Without layers there is one group,
-    whose blocks take no memory: they count what the sequences have room for.
+    A window that holds nearly the longest context saves nothing, and counts as none. A layer whose reach makes no group
+    joins the smallest window: of chunks of another size, some begin behind what it sees. Without layers there is one
+    group, whose blocks take no memory: they count what the sequences have room for.
     """
-    windows = {m: 0 if layer.window + 2 * block_size >= max_len else layer.window for m, layer in layers.items()}
-    kept = sorted({window for window in windows.values() if window}, reverse=True)
+    own = {m: layer.reach if layer.reach.window + 2 * block_size < max_len else ALL for m, layer in layers.items()}
+    kept = sorted({reach for reach in own.values() if reach.window}, reverse=True)
     kept = kept[: MAX_GROUPS - 1]  # keep the larger ones: a layer with a smaller window may keep more than it needs
-    members: dict[int, list[nn.Module]] = {window: [] for window in (0, *kept)}
-    for module, window in windows.items():
-        members[window if window in members else min(kept)].append(module)
+    members: dict[Reach, list[nn.Module]] = {reach: [] for reach in (ALL, *kept)}
+    others = min((reach for reach in kept if not reach.chunked), default=ALL)
+    for module, reach in own.items():
+        members[reach if reach in members else others].append(module)
     return tuple(
         LayerGroup(
-            window=window,
+            reach=reach,
             modules=tuple(modules),
             bytes_per_position=sum(layers[module].bytes_per_position for module in modules),
         )
-        for window, modules in members.items()
+        for reach, modules in members.items()
         if modules or not layers
     )
 
@@ -85,8 +87,8 @@ class CacheNeeds:
         blocks = []
         for group in self.groups:
             count = -(-num_tokens // size)
-            if group.window:
-                own = min(longest, -(-group.window // size) + 2)
+            if group.reach.window:
+                own = min(longest, -(-group.reach.window // size) + 2)
                 # Twice: a running step still needs blocks that the queued step gives back.
                 count = min(count, seqs * own + 2 * -(-self.max_step_tokens // size) + seqs)
             blocks.append(1 + max(count, longest))

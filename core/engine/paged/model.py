@@ -10,11 +10,12 @@ from torch import nn
 from core.device import Device
 from core.engine.inspect.attention import AttentionLayer, NotPageable, inspect
 from core.engine.inspect.cache_codes import CACHE_DTYPES, Scales, layer_scales, rounding
-from core.engine.inspect.masks import EXHAUSTIVE
+from core.engine.inspect.masks import ALL, EXHAUSTIVE
+from core.engine.inspect.past import what_layers_ask
 from core.engine.inspect.positions import find_counting
 from core.engine.inspect.probe import depends_on_longest
 from core.engine.inspect.recurrent import inspect_recurrence
-from core.engine.paged.groups import make_groups
+from core.engine.paged.groups import LayerGroup, make_groups
 from core.engine.paged.sizing import step_bytes
 from core.engine.steps.positions import ServedPositions
 from core.engine.steps.runner import EngineConfig
@@ -35,7 +36,7 @@ class PagedModel:
         self.prefill_sizes = config.prefill_sizes(device.capabilities, max_model_len)
         #: Tokens at most in a step that holds prompts, as a whole prompt may need, and as chunks of one do.
         self.max_step_tokens = self.chunk_tokens = config.max_step_tokens or max(self.prefill_sizes)
-        self._max_num_seqs = config.max_num_seqs
+        self._max_num_seqs, self._max_len = config.max_num_seqs, max_model_len
         #: The layers that keep states of a sequence besides keys and values.
         self.recurrence = inspect_recurrence(model)
         if self.recurrence.layers and config.max_loras:
@@ -49,6 +50,8 @@ class PagedModel:
             )
         if self.whole_prompts and config.max_step_tokens is None:
             self.max_step_tokens = max(self.max_step_tokens, max_model_len)
+        #: What layers ask of transformers' cache.
+        self.asked = what_layers_ask(model)
         self.layers = self._inspect(max_model_len)
         #: How the model gets the positions of a step's tokens.
         self.counting = find_counting(model, max_len=max_model_len, attends=bool(self.layers))
@@ -61,6 +64,7 @@ class PagedModel:
         if self._codes is not None:
             self.layers = {module: replace(each, dtype=self._codes) for module, each in self.layers.items()}
         first, *others = make_groups(self.layers, max_len=max_model_len, block_size=config.block_size)
+        state_bytes += self._indexer_bytes(first)
         self.groups = (replace(first, bytes_per_position=first.bytes_per_position + state_bytes), *others)
         #: The attention implementation of transformers that the model came with.
         self.native_attention: str = model.config._attn_implementation
@@ -77,8 +81,17 @@ class PagedModel:
 
     def step_bytes(self) -> int:
         """Return the bytes that a step of the most tokens takes, its attention left out."""
-        sizes = {"num_tokens": max(self.prefill_sizes), "num_rows": self._max_num_seqs}
-        return step_bytes(self.model, self._device, ServedPositions(self.counting), **sizes)
+        sizes: dict[str, int] = {"num_tokens": max(self.prefill_sizes), "num_rows": self._max_num_seqs}
+        positions = ServedPositions(self.counting)
+        return step_bytes(self.model, self._device, positions, asked=self.asked, max_len=self._max_len, **sizes)
+
+    def _indexer_bytes(self, group: LayerGroup) -> int:
+        """Return the bytes of a position that indexers keep, beside the layers of a group; raise where they can't."""
+        if self.asked.indexers and group.reach != ALL:
+            raise NotPageable("its indexers choose among all positions, and no attention layer sees these")
+        if not self.asked.indexers and any(layer.indexed for layer in self.layers.values()):
+            raise NotPageable("attention gets 'indices', and no layer keeps keys that they are chosen by")
+        return sum(each.bytes_per_position for each in self.asked.indexers.values())
 
     def _inspect(self, max_model_len: int) -> dict[nn.Module, AttentionLayer]:
         mixed = depends_on_longest(self.model.config, max_model_len)
@@ -91,6 +104,10 @@ class PagedModel:
             told.append(f"masks compared on sampled rows, as the context is longer than {EXHAUSTIVE}")
         if states:
             told.append(f"{len(states)} layers keep recurrent states in slots, and prompts share no beginning")
+        if self.asked.indexers:
+            told.append(
+                f"{len(self.asked.indexers)} indexers keep keys of their own, and attention masks what they leave"
+            )
         self.reason = "; ".join(told)
         return layers
 

@@ -58,7 +58,7 @@ class Room:
         slots = [each.num_slots for each in models if each.recurrence.layers]
         self.tables = BlockTables(
             [BlockPool(count) for count in self._size.num_blocks],
-            [group.window for group in groups],
+            [group.reach for group in groups],
             block_size=config.block_size,
             share_prefixes=config.prefix_caching and not slots,
             looks_ahead=looks_ahead,
@@ -84,6 +84,7 @@ class Room:
                 recurrence=model.recurrence,
                 num_slots=model.num_slots,
                 counting=model.counting,
+                asked=model.asked,
             )
         except torch.OutOfMemoryError as error:
             raise self._no_room(error) from None

@@ -219,7 +219,7 @@ class PagedRunner:
     def _make_calls(self, cache: PagedCache) -> dict[str, PagedCall]:
         kept: dict[str, Any] = {"states": self._states, "states_group": self._states_group, "adapters": self.adapters}
         kept |= {"recurrent": cache.recurrent.step if self._keeps_states else None, "head": HeadParts.of(self._model)}
-        how: Any = {"positions": cache.positions, **kept}
+        how: Any = {"positions": cache.positions, "past": cache.past, **kept}
         logits = {phase: PagedLogits(self._model, cache.steps, most, **how) for phase, most in self._lens.items()}
         return {phase: PagedCall(each, self._histories) for phase, each in logits.items()}
 

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from core.device import Device
-from core.engine.inspect.attention import SIZE, implementation
+from core.engine.inspect.attention import SIZE, StepTensors, implementation
 from core.engine.inspect.indexing import checked_indices
+from core.engine.inspect.past import Asked
 from core.engine.models.forward import accepted_arguments
 from core.engine.paged.groups import CacheNeeds, CacheSize
+from core.engine.paged.past import PagedPast
 from core.engine.steps.memory import DEFAULT_FRACTION, EASY, GRAPHS
 from core.engine.steps.positions import ServedPositions
 from core.engine.steps.runner import EngineConfig
@@ -43,14 +45,34 @@ def choose_size(needs: CacheNeeds, device: Device, config: EngineConfig, largest
 
 @torch.no_grad()
 @checked_indices()
-def step_bytes(model: Any, device: Device, positions: ServedPositions, *, num_tokens: int, num_rows: int) -> int:
-    """Run a step of the most tokens, without its attention, and return the bytes that it took meanwhile."""
+def step_bytes(
+    model: Any,
+    device: Device,
+    positions: ServedPositions,
+    *,
+    num_tokens: int,
+    num_rows: int,
+    asked: Asked,
+    max_len: int,
+) -> int:
+    """Run a step of the most tokens, without its attention, and return the bytes that it took meanwhile.
+
+    asked, max_len: what layers ask of the cache, and the positions of a sequence that an indexer scores at most.
+    """
     memory, place = device.parts.memory, device.torch_device
     tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=place)
     rows = torch.zeros(num_rows, dtype=torch.int64, device=place)
-    arguments = {"logits_to_keep": rows} if "logits_to_keep" in accepted_arguments(model) else {}
+    arguments: dict[str, Any] = {"logits_to_keep": rows} if "logits_to_keep" in accepted_arguments(model) else {}
     device.parts.reset_peak_memory()
     before = memory().used_bytes
+    # Indexers compute scores for all positions of a sequence: as many as one block is read again here.
+    past = PagedPast(asked, num_blocks=1, block_size=max_len, device=place)
+    step = StepTensors(
+        block_table=torch.zeros((1, 1), dtype=torch.int32, device=place),
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=place),
+        query_starts=torch.tensor([0, num_tokens], dtype=torch.int32, device=place),
+    )
+    arguments |= past.arguments(tokens[0], step)
     with implementation(model, SIZE), positions.alone(tokens) as told:
         model(input_ids=tokens, use_cache=False, return_dict=True, **arguments, **told)
     device.parts.synchronize()

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import accumulate, islice
 
+from core.engine.inspect.masks import Reach
 from core.engine.paged.blocks import FIRST_SLOT, NULL_BLOCK, BlockPool
 from core.engine.steps.sequence import NULL_SLOT
 from core.engine.steps.sequence import Sequence as EngineSequence
@@ -34,14 +35,14 @@ class BlockTables:
     def __init__(
         self,
         pools: Sequence[BlockPool],
-        windows: Sequence[int],
+        reaches: Sequence[Reach],
         *,
         block_size: int,
         share_prefixes: bool = True,
         looks_ahead: bool = False,
         num_slots: int | None = None,
     ) -> None:
-        """pools, windows: one for each group; window: positions that its layers look back, 0 for all.
+        """pools, reaches: one for each group; reach: how far back its layers see.
 
         looks_ahead: whether what is kept for a token depends on the next one too, as a head's keys and values do.
         num_slots: of recurrent states; None where no layer keeps any. No sequence can take over the state of another,
@@ -51,11 +52,11 @@ class BlockTables:
         self.keeps_states = num_slots is not None
         self._slots = list(reversed(range(FIRST_SLOT, FIRST_SLOT + (num_slots or 0))))
         self.pools = tuple(pools)
-        self._windows = tuple(windows)
+        self._reaches = tuple(reaches)
         self._block_size = block_size
         self._shares = share_prefixes
         self._ahead = int(looks_ahead)
-        self._trims = any(windows)
+        self._trims = any(reach.window for reach in reaches)
         # Blocks that each sequence may come to have, by its index.
         self._finals: dict[int, int] = {}
 
@@ -70,7 +71,7 @@ class BlockTables:
         reused = len(shared[0])
         final = -(-(len(sequence.prompt) + sequence.params.max_new_tokens) // self._block_size)
         promised = final + sum(self._finals.values())
-        for pool, window, found in zip(self.pools, self._windows, shared, strict=True):
+        for pool, (window, _), found in zip(self.pools, self._reaches, shared, strict=True):
             revived = sum(block != NULL_BLOCK and pool.is_free(block) for block in found)
             tight = not window and promised >= pool.num_blocks and pool.num_free < pool.num_blocks - 1
             spare = int(_SPARE * pool.num_blocks) if tight else 0
@@ -90,7 +91,7 @@ class BlockTables:
         sequence.num_computed = sequence.num_settled = sequence.num_reused = reused * self._block_size
         sequence.num_published = reused
         sequence.table_changed()
-        for pool, window, table in zip(self.pools, self._windows, sequence.tables, strict=True):
+        for pool, (window, _), table in zip(self.pools, self._reaches, sequence.tables, strict=True):
             if not window:
                 table += pool.take(count - reused)
         return True
@@ -163,22 +164,18 @@ class BlockTables:
         size = self._block_size
         keys = self._keys(sequence, (len(sequence) - 1) // size)
         found = [pool.find(keys) for pool in self.pools]
-        whole = [each for each, window in zip(found, self._windows, strict=True) if not window]
+        whole = [each for each, (window, _) in zip(found, self._reaches, strict=True) if not window]
         most = min((each.index(None) for each in whole if None in each), default=len(keys))
         for count in range(most, 0, -1):
             if any(each[count - 1] is None for each in found):
                 continue
-            firsts = [self._first_needed(count * size, window) for window in self._windows]
+            firsts = [reach.first_seen(count * size) // size for reach in self._reaches]
             if all(None not in each[first:count] for each, first in zip(found, firsts, strict=True)):
                 return [
                     [NULL_BLOCK] * first + [block for block in each[first:count] if block is not None]
                     for each, first in zip(found, firsts, strict=True)
                 ]
         return [[] for _ in self.pools]
-
-    def _first_needed(self, num_tokens: int, window: int) -> int:
-        """Return the index of the first block that tokens after the first num_tokens attend to."""
-        return max(0, num_tokens - window + 1) // self._block_size if window else 0
 
     def _keys(self, sequence: EngineSequence, count: int) -> list[bytes]:
         """Return the keys of a sequence's first `count` blocks: each of what the block holds and all before it.
@@ -208,8 +205,8 @@ class BlockTables:
         sequence.num_published = full
 
     def _trim(self, sequence: EngineSequence) -> None:
-        for pool, window, table in zip(self.pools, self._windows, sequence.tables, strict=True):
-            first = self._first_needed(sequence.num_settled, window)
+        for pool, reach, table in zip(self.pools, self._reaches, sequence.tables, strict=True):
+            first = reach.first_seen(sequence.num_settled) // self._block_size  # what later tokens attend to
             last = first
             while last and table[last - 1] != NULL_BLOCK:
                 last -= 1

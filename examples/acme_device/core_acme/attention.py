@@ -53,6 +53,7 @@ class Options(NamedTuple):
     sinks: Tensor | None
     scale: float
     window: int
+    chunked: bool
     softcap: float
     causal: bool
     max_query_len: int
@@ -71,6 +72,7 @@ def attention(
     *,
     scale: float,
     window: int = 0,
+    chunked: bool = False,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
@@ -88,7 +90,7 @@ def attention(
                 remedy="ask the implementation's condition first",
             )
     paged = (key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts)
-    return PAGED_ATTENTION(query, key, value, *paged, sinks, scale, window, softcap, causal, max_query_len)  # type: ignore[no-any-return]
+    return PAGED_ATTENTION(query, key, value, *paged, sinks, scale, window, chunked, softcap, causal, max_query_len)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("acme::paged_attention", mutates_args=("key_cache", "value_cache"))
@@ -105,6 +107,7 @@ def paged_attention(
     sinks: Tensor | None,
     scale: float,
     window: int,
+    chunked: bool,
     softcap: float,
     causal: bool,
     max_query_len: int,
@@ -113,7 +116,7 @@ def paged_attention(
     check_arguments(query, key, value, key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts)
     write_cache(key, value, key_cache, value_cache, slot_mapping)
     caches = (key_cache, value_cache, block_table)
-    options = Options(sinks, scale, window, softcap, causal, max_query_len)
+    options = Options(sinks, scale, window, chunked, softcap, causal, max_query_len)
     return attend(query, caches, seq_lens, query_starts, options)
 
 
@@ -193,4 +196,7 @@ def _unseen(groups: _Groups, first: int, num_keys: int, options: Options) -> Ten
     unseen = (keys >= groups.lens[:, None])[:, None].expand(-1, positions.shape[1], -1)
     if options.causal:
         unseen = unseen | (keys > positions)
-    return unseen | (keys <= positions - options.window) if options.window else unseen
+    if options.window:
+        before = positions % options.window if options.chunked else options.window - 1  # its own position that it sees
+        unseen = unseen | (keys < positions - before)
+    return unseen

@@ -82,7 +82,9 @@ def test_narrow_rows_may_be_computed_wide() -> None:
     assert refusal("rms_norm", sample("rms_norm", "all in x's dtype", torch.bfloat16)) is None
 
 
-@pytest.mark.parametrize("name", ["prefill", "chunk and mixed", "window 3", "sinks", "soft-cap", "bidirectional"])
+@pytest.mark.parametrize(
+    "name", ["prefill", "chunk and mixed", "window 3", "chunks of 3", "sinks", "soft-cap", "bidirectional"]
+)
 def test_attention_over_several_chunks(
     name: str, monkeypatch: pytest.MonkeyPatch, fault_of: Callable[..., str]
 ) -> None:
@@ -91,7 +93,9 @@ def test_attention_over_several_chunks(
 
 
 @pytest.mark.parametrize("waste", [0, 100])
-@pytest.mark.parametrize("name", ["decode padded", "chunk and mixed", "window 3", "bidirectional"])
+@pytest.mark.parametrize(
+    "name", ["decode padded", "chunk and mixed", "window 3", "chunks of 5, decode", "bidirectional"]
+)
 def test_attention_by_token_and_by_sequence_reads_no_memory_that_nobody_wrote(
     name: str, waste: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +144,7 @@ def test_opcheck_of_kernels_over_rows(op: Any, call: dict[str, Any], dtype: torc
 @pytest.mark.parametrize("name", ["decode padded", "sinks"])
 def test_opcheck_of_attention(name: str) -> None:
     call = sample("attention", name)
-    last = (call.get("sinks"), call["scale"], 0, 0.0, True, call.get("max_query_len", 0))
+    last = (call.get("sinks"), call["scale"], 0, False, 0.0, True, call.get("max_query_len", 0))
     tensors = [call[a.name] for a in attention.PAGED_ATTENTION._schema.arguments[:9]]
     torch.library.opcheck(attention.PAGED_ATTENTION, (*tensors, *last))
 

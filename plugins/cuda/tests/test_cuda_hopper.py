@@ -30,6 +30,11 @@ CASES: dict[str, tuple[dict[str, Any], HopperConfig]] = {
     "pages of 32": ({"page": 32}, HopperConfig(block_n=128, pack=1)),
     "not causal": ({"causal": False}, HopperConfig(block_n=128, pack=4)),
     "window": ({"lens": ((300, 1700), (700, 700)), "window": 200}, HopperConfig(block_n=128, pack=4)),
+    "chunks": (
+        {"lens": ((300, 1700), (700, 700), (200, 513)), "window": 256, "chunked": True},
+        HopperConfig(block_n=128, pack=4),
+    ),
+    "odd chunks": ({"window": 100, "chunked": True}, HopperConfig(block_n=128, pack=1)),
     "heads of 64": ({"sizes": (64, 64)}, HopperConfig(block_n=128, pack=4, num_stages=3)),
     "heads of 80": ({"sizes": (80, 80), "heads": (4, 4)}, HopperConfig(block_n=128, pack=1)),
     "groups of 5": ({"sizes": (96, 96), "heads": (10, 2)}, HopperConfig(block_n=128, pack=1)),

@@ -69,8 +69,17 @@ def test_prefill(case: str, kernel_device: torch.device) -> None:
     judged(ATTENTION, prefill_attention.prefill, steps(**CASES[case]), kernel_device, config=TMA)
 
 
+@pytest.mark.parametrize("wrong", [{"chunked": False}, {"window": 17}, {"window": 0, "chunked": False}], ids=str)
+def test_other_chunks_are_told_apart(wrong: Call, kernel_device: torch.device) -> None:
+    def mistaken(**call: Any) -> torch.Tensor:
+        return prefill_attention.prefill(**call | wrong)
+
+    with pytest.raises(AssertionError, match="error over bound"):
+        judged(ATTENTION, mistaken, steps(**CASES["chunks of a tile"]), kernel_device, config=SMALL)
+
+
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("case", ["padding", "window over tiles"])
+@pytest.mark.parametrize("case", ["padding", "window over tiles", "chunks over tiles"])
 def test_prefill_in_other_tiles(case: str, config: str, kernel_device: torch.device) -> None:
     judged(ATTENTION, prefill_attention.prefill, steps(**CASES[case]), kernel_device, config=CONFIGS[config])
 

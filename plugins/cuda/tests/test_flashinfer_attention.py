@@ -102,6 +102,7 @@ def test_a_step_without_tokens() -> None:
 
 
 REFUSED = {
+    "chunks": ({"window": 9, "chunked": True}, "each token sees its own chunk"),
     "sinks": ({"sinks": torch.ones(4)}, "sinks"),
     "features": ({"sizes": (80, 80)}, "heads have 80"),
     "value": ({"sizes": (64, 32)}, "64 and 32"),

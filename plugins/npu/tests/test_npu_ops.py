@@ -204,6 +204,7 @@ CASES: list[tuple[str, Call, Call, str]] = [
     ("attention", STEP, {"sinks": randn(4, dtype=BF16)}, "there are sinks"),
     ("attention", STEP, {"mask": torch.ones(3, 1, 48, dtype=torch.bool)}, "there is a mask"),
     ("attention", STEP, {"causal": False, "window": 3}, "there is a window that is not causal"),
+    ("attention", STEP, {"window": 3, "chunked": True}, "each token sees its own chunk"),
     ("attention", STEP, {"query": randn(3, 4, 64)}, "query is torch.float32"),
     (
         "attention",

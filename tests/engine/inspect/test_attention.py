@@ -23,6 +23,7 @@ from core.engine.inspect.attention import (
     implementation,
     inspect,
 )
+from core.engine.inspect.masks import Reach
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.models.tiny_rules import WINDOW
@@ -95,21 +96,21 @@ class FakeModel(nn.Module):
 def test_a_model_is_described_layer_by_layer() -> None:
     layers = list(inspect(tiny("gemma3_text"), max_len=64).values())
     assert [layer.path for layer in layers] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
-    assert [layer.window for layer in layers] == [WINDOW, 0]
+    assert [layer.reach for layer in layers] == [Reach(WINDOW), Reach()]
     assert layers[0] == AttentionLayer(
         path="model.layers.0.self_attn",
         num_heads=4,
         num_kv_heads=2,
         key_size=16,
         value_size=16,
-        window=WINDOW,
+        reach=Reach(WINDOW),
         dtype=torch.float32,
     )
     assert layers[0].bytes_per_position == 2 * (16 + 16) * 4
 
 
 def test_a_window_as_long_as_the_context_is_none() -> None:
-    assert [layer.window for layer in inspect(tiny("gemma3_text"), max_len=WINDOW).values()] == [0, 0]
+    assert [layer.reach for layer in inspect(tiny("gemma3_text"), max_len=WINDOW).values()] == [Reach(), Reach()]
 
 
 def test_value_heads_may_be_narrower_than_keys() -> None:
@@ -133,9 +134,7 @@ def test_inspection_leaves_the_model_as_it_was(model_type: str) -> None:
         ("bloom", "does not call transformers' attention interface"),
         ("mamba", "ran without calling transformers' attention interface"),
         ("diffllama", "attends more than once per step"),
-        ("llama4_text", "is not proven"),
         ("doge", "gets a mask that was not made by transformers' mask functions"),
-        ("deepseek_v32", "passes 'indices', which the paged op does not know"),
     ],
 )
 def test_a_model_that_cannot_be_paged_says_why(model_type: str, reason: str) -> None:
@@ -145,7 +144,7 @@ def test_a_model_that_cannot_be_paged_says_why(model_type: str, reason: str) -> 
 
 def test_the_fake_model_is_fine_unspoilt() -> None:
     (layer,) = inspect(FakeModel(), max_len=32).values()
-    assert (layer.path, layer.num_heads, layer.window) == ("attn", 2, 0)
+    assert (layer.path, layer.num_heads, layer.reach) == ("attn", 2, Reach())
 
 
 def _bias(call: dict[str, Any]) -> None:
@@ -173,7 +172,7 @@ def _cross(call: dict[str, Any]) -> None:
     [
         (_bias, "attn passes 'position_bias', which the paged op does not know"),
         (_own_mask, "attn gets a mask that was not made by transformers' mask functions"),
-        (_other_window, "attn states a window of 4, its mask one of 0"),
+        (_other_window, "attn states a window of 4, and its mask is a window of 0"),
         (_dropout, "attn drops attention weights at inference"),
         (_cross, "not self-attention by token"),
     ],

@@ -11,6 +11,7 @@ from core.bench.presets import random_model
 from core.compilation.options import CompileOptions
 from core.engine.inspect import probe
 from core.engine.inspect.attention import NotPageable
+from core.engine.inspect.past import Asked
 from core.engine.inspect.probe import (
     depends_on_longest,
     largest_difference,
@@ -128,7 +129,9 @@ def test_right_models_pass_in_half_precision(model_type: str, dtype: torch.dtype
     page(tiny(model_type, dtype))
 
 
-def test_positions_counted_over_the_whole_step_are_found() -> None:
+def test_positions_counted_over_the_whole_step_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    page(tiny("llama4_text", **LLAMA4))
+    monkeypatch.setattr("core.engine.paged.model.what_layers_ask", lambda model: Asked())
     with pytest.raises(NotPageable, match="or mixes sequences of a step"):
         page(tiny("llama4_text", **LLAMA4))
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from core.engine.inspect.attention import AttentionLayer
+from core.engine.inspect.masks import Reach
 from core.engine.paged.blocks import NULL_BLOCK, BlockPool
 from core.engine.paged.cache import PagedCache
 from core.engine.paged.groups import make_groups
@@ -24,7 +25,7 @@ def layer(path: str, key_size: int = 8, value_size: int = 4) -> AttentionLayer:
         num_kv_heads=2,
         key_size=key_size,
         value_size=value_size,
-        window=0,
+        reach=Reach(),
         dtype=torch.float32,
     )
 

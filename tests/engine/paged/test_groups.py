@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from core.device import Device, MemoryInfo
 from core.engine.inspect.attention import AttentionLayer
+from core.engine.inspect.masks import Reach
 from core.engine.paged.groups import MAX_GROUPS, CacheNeeds, LayerGroup, make_groups
 from core.engine.paged.sizing import choose_size
 from core.engine.steps.runner import EngineConfig
@@ -19,38 +21,53 @@ from core.host.selection import select_device
 GIB = 2**30
 
 
-def layers(*windows: int) -> dict[nn.Module, AttentionLayer]:
+def layers(*windows: int, chunked: tuple[bool, ...] = ()) -> dict[nn.Module, AttentionLayer]:
     return {
         nn.Identity(): AttentionLayer(
-            path=str(index), num_heads=4, num_kv_heads=2, key_size=8, value_size=8, window=window, dtype=torch.float32
+            path=str(index),
+            num_heads=4,
+            num_kv_heads=2,
+            key_size=8,
+            value_size=8,
+            reach=Reach(window, side_by_side),
+            dtype=torch.float32,
         )
-        for index, window in enumerate(windows)
+        for index, (window, side_by_side) in enumerate(zip_longest(windows, chunked, fillvalue=False))
     }
 
 
 def needs(*groups: tuple[int, int], max_len: int = 1024, seqs: int = 8, step: int = 256) -> CacheNeeds:
     """groups: window and bytes of one position."""
-    found = [LayerGroup(window=window, modules=(), bytes_per_position=size) for window, size in groups]
+    found = [LayerGroup(reach=Reach(window), modules=(), bytes_per_position=size) for window, size in groups]
     return CacheNeeds(groups=found, block_size=16, max_len=max_len, max_num_seqs=seqs, max_step_tokens=step)
 
 
 def test_layers_of_one_window_are_one_group_and_those_without_come_first() -> None:
     groups = make_groups(layers(64, 0, 64, 0, 64), max_len=1024, block_size=16)
-    assert [(group.window, len(group.modules), group.bytes_per_position) for group in groups] == [
+    assert [(group.reach.window, len(group.modules), group.bytes_per_position) for group in groups] == [
         (0, 2, 2 * 128),
         (64, 3, 3 * 128),
     ]
 
 
 def test_a_window_that_holds_nearly_all_is_none() -> None:
-    assert [group.window for group in make_groups(layers(0, 1000, 992), max_len=1024, block_size=16)] == [0]
-    assert [group.window for group in make_groups(layers(991), max_len=1024, block_size=16)] == [991]
+    assert [group.reach.window for group in make_groups(layers(0, 1000, 992), max_len=1024, block_size=16)] == [0]
+    assert [group.reach.window for group in make_groups(layers(991), max_len=1024, block_size=16)] == [991]
 
 
 def test_more_windows_than_groups_share_a_larger_one() -> None:
     groups = make_groups(layers(16, 32, 48, 64, 80, 0), max_len=1024, block_size=16)
     assert len(groups) == MAX_GROUPS
-    assert [(group.window, len(group.modules)) for group in groups] == [(0, 1), (80, 1), (64, 1), (48, 3)]
+    assert [(group.reach.window, len(group.modules)) for group in groups] == [(0, 1), (80, 1), (64, 1), (48, 3)]
+
+
+def test_chunks_are_a_group_of_their_own_which_no_other_layer_joins() -> None:
+    mixed = layers(64, 64, 0, chunked=(True, False, False))
+    groups = make_groups(mixed, max_len=1024, block_size=16)
+    assert [group.reach for group in groups] == [Reach(), Reach(64, chunked=True), Reach(64)]
+    many = layers(96, 80, 64, 48, 32, chunked=(True, True, True, False, True))
+    groups = make_groups(many, max_len=1024, block_size=16)
+    assert [(group.reach.window, len(group.modules)) for group in groups] == [(0, 2), (96, 1), (80, 1), (64, 1)]
 
 
 def test_the_full_size_has_room_for_all_sequences_at_full_length() -> None:

@@ -13,10 +13,12 @@ from core.compilation.options import CompileOptions
 from core.device import Device, MemoryInfo
 from core.engine.config import Phase, SamplingParams
 from core.engine.inspect.attention import NotPageable
+from core.engine.inspect.masks import ALL, Reach
 from core.engine.inspect.probe import position_difference
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.models.tiny_rules import WINDOW
+from core.engine.paged.model import PagedModel
 from core.engine.paged.runner import PagedRunner
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sequence import Sequence
@@ -213,9 +215,10 @@ def test_models_that_count_from_zero_are_told_from_others() -> None:
     assert position_difference(tiny("bart")) == float("inf")
 
 
-def test_a_chunk_within_the_context_is_refused() -> None:
-    with pytest.raises(NotPageable, match=r"the mask of model.layers.0.self_attn is not proven: at query 8, key"):
-        PagedRunner(tiny("llama4_text"), select_device("cpu"), CONFIG, max_model_len=LENGTH)
+def test_chunks_within_the_context_are_a_group_of_their_own() -> None:
+    model = PagedModel(tiny("llama4_text"), select_device("cpu"), CONFIG, max_model_len=LENGTH)
+    assert [group.reach for group in model.groups] == [ALL, Reach(WINDOW, chunked=True)]
+    assert model.asked.positions and not model.asked.indexers
 
 
 def test_a_cache_larger_than_the_memory_is_refused_with_figures() -> None:

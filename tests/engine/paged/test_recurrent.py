@@ -14,6 +14,7 @@ from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.inspect import recurrent as recurrent_inspection
 from core.engine.inspect.attention import NotPageable
+from core.engine.inspect.masks import ALL
 from core.engine.inspect.probe import largest_difference, own_logits, probe_sequences, rounding_bound
 from core.engine.inspect.recurrence import NONE, StateKey
 from core.engine.inspect.recurrent import inspect_recurrence
@@ -98,7 +99,7 @@ def test_the_cache_of_a_step_does_what_that_of_transformers_does(lengths: tuple[
 
 
 def test_a_sequence_has_a_slot_while_it_has_blocks() -> None:
-    cache = BlockTables([BlockPool(20)], [0], block_size=4, share_prefixes=False, num_slots=2)
+    cache = BlockTables([BlockPool(20)], [ALL], block_size=4, share_prefixes=False, num_slots=2)
     first, second, third = (sequence(index) for index in range(3))
     assert cache.join(first) and cache.join(second)
     assert {first.slot, second.slot} == {FIRST_SLOT, FIRST_SLOT + 1}
@@ -112,9 +113,9 @@ def test_a_sequence_has_a_slot_while_it_has_blocks() -> None:
 
 
 def test_a_sequence_without_room_for_blocks_takes_no_slot() -> None:
-    cache = BlockTables([BlockPool(2)], [0], block_size=2, share_prefixes=False, num_slots=1)
+    cache = BlockTables([BlockPool(2)], [ALL], block_size=2, share_prefixes=False, num_slots=1)
     assert not cache.join(sequence(0))
-    cache = BlockTables([BlockPool(9)], [0], block_size=2, share_prefixes=False, num_slots=1)
+    cache = BlockTables([BlockPool(9)], [ALL], block_size=2, share_prefixes=False, num_slots=1)
     assert cache.join(sequence(0))
 
 

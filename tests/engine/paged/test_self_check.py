@@ -12,6 +12,8 @@ import torch
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.inspect.attention import NotPageable
+from core.engine.inspect.masks import ALL
+from core.engine.inspect.past import Asked
 from core.engine.inspect.probe import LONG, SHORT, probe_sequences
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
@@ -36,7 +38,7 @@ def test_as_many_probes_as_long_as_the_limits_say_fit_into_an_empty_cache(num_dr
         limits = {"max_model_len": length, "max_num_seqs": 3}
         longest, most = probe_limits(num_blocks, size, num_drafts=num_drafts, **limits)
         probes = probe_sequences(VOCABULARY, max_model_len=longest, max_num_seqs=most)
-        tables = BlockTables([BlockPool(num_blocks + 1)], [0], block_size=size, share_prefixes=False)
+        tables = BlockTables([BlockPool(num_blocks + 1)], [ALL], block_size=size, share_prefixes=False)
         for index, probe in enumerate(probes):
             end = min(len(probe) + num_drafts, longest)
             params = SamplingParams(max_new_tokens=end + 1 - len(probe))
@@ -87,8 +89,11 @@ def test_an_engine_whose_cache_barely_holds_one_sequence_gives_the_same_tokens(
     assert found[0] == found[1] and [len(tokens) for tokens in found[0]] == [8, 8, 8]
 
 
-def test_a_model_that_mixes_the_sequences_of_a_step_is_found_in_a_cache_that_barely_holds_one() -> None:
-    # Its temperatures count positions over the whole step.
+def test_a_model_that_mixes_the_sequences_of_a_step_is_found_in_a_cache_that_barely_holds_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Its temperatures count positions over the whole step, where it is not told of each token's.
+    monkeypatch.setattr("core.engine.paged.model.what_layers_ask", lambda model: Asked())
     kinds: dict[str, Any] = {"attention_chunk_size": 4096, "layer_types": ["full_attention"] * 2}
     tuned = {"floor_scale": 16, "attn_scale": 1.0, "attn_temperature_tuning": True, "no_rope_layers": [0, 0]}
     mixing = tiny_config("llama4_text", **kinds, **tuned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.engine.config import SamplingParams
+from core.engine.inspect.masks import ALL, Reach
 from core.engine.paged.blocks import BlockPool
 from core.engine.paged.tables import BlockTables
 from core.engine.steps.sequence import Sequence
@@ -12,8 +13,9 @@ from core.engine.steps.sequence import Sequence
 SIZE = 4
 
 
-def tables(*num_blocks: int, windows: tuple[int, ...] = (0,), share: bool = True) -> BlockTables:
-    return BlockTables([BlockPool(count) for count in num_blocks], windows, block_size=SIZE, share_prefixes=share)
+def tables(*num_blocks: int, windows: tuple[int | Reach, ...] = (0,), share: bool = True) -> BlockTables:
+    reaches = [each if isinstance(each, Reach) else Reach(each) for each in windows]
+    return BlockTables([BlockPool(count) for count in num_blocks], reaches, block_size=SIZE, share_prefixes=share)
 
 
 def new(index: int, prompt: list[int], *, salt: bytes = b"", max_new_tokens: int = 4) -> Sequence:
@@ -44,7 +46,7 @@ def test_a_sequence_shares_the_full_blocks_that_begin_alike() -> None:
 
 @pytest.mark.parametrize("chunk", [11, 5])
 def test_what_looks_ahead_is_shared_up_to_the_token_behind(chunk: int) -> None:
-    cache = BlockTables([BlockPool(20)], (0,), block_size=SIZE, looks_ahead=True)
+    cache = BlockTables([BlockPool(20)], (ALL,), block_size=SIZE, looks_ahead=True)
     first = computed(cache, new(0, list(range(12))), chunk)
     first.num_computed = first.num_settled = 11
     cache.settle(first)
@@ -140,6 +142,26 @@ def test_a_window_keeps_its_blocks_alone() -> None:
     assert [pool.num_free for pool in cache.pools] == [15, 17]
     cache.release(each)
     assert [pool.num_free for pool in cache.pools] == [19, 19]
+
+
+def test_a_chunk_keeps_its_blocks_until_it_ends() -> None:
+    cache = tables(20, 20, windows=(0, Reach(6, chunked=True)))
+    each = computed(cache, new(0, list(range(16))), 11)
+    # Position 11 sees its chunk from 6 on, which the second block of four begins.
+    assert [[block > 0 for block in table] for table in each.tables][1] == [False, True, True]
+    each.num_computed = each.num_settled = 12
+    cache.settle(each)
+    assert [[block > 0 for block in table] for table in each.tables][1] == [False] * 3
+    again = new(1, list(range(16)))
+    assert cache.join(again) and again.num_reused == 12
+
+
+def test_a_beginning_that_ends_within_a_chunk_needs_its_blocks() -> None:
+    cache = tables(20, 20, windows=(0, Reach(8, chunked=True)))
+    first = computed(cache, new(0, list(range(14))))
+    again = new(1, list(range(14)))
+    assert cache.join(again) and again.num_reused == 12
+    assert again.tables[1][:2] == [0, 0] and again.tables[1][2] == first.tables[1][2] > 0
 
 
 def test_a_beginning_is_shared_where_its_windows_end_is_still_there() -> None:

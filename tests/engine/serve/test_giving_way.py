@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from core.engine.config import SamplingParams
+from core.engine.inspect.masks import Reach
 from core.engine.paged.blocks import NULL_BLOCK, BlockPool
 from core.engine.paged.tables import BlockTables
 from core.engine.serve.scheduler import Scheduler
@@ -26,7 +27,7 @@ class Load:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.drafts = rng.choice([0, 0, 3])
-        self.windows = rng.choice([(0,), (0, 8), (0, 4)])
+        self.windows = rng.choice([(Reach(),), (Reach(), Reach(8)), (Reach(), Reach(4, chunked=rng.random() < 0.5))])
         self.pools = [BlockPool(1 + LONGEST // BLOCK + rng.randrange(2, 12)) for _ in self.windows]
         self.cache = BlockTables(self.pools, self.windows, block_size=BLOCK)
         self.scheduler = Scheduler(

@@ -40,9 +40,10 @@ CONFIG = EngineConfig(
 )
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+@pytest.fixture(scope="module", params=["llama", "gemma3_text", "llama4_text"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """The second has a layer with a window, whose blocks are given back."""
+    """The second has a layer with a window, whose blocks are given back, the third one with chunks, and another whose
+    scores depend on the position."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     loaded = build_model(tiny_config(request.param), torch_device=torch.device("cpu"), dtype=torch.float32)

@@ -127,7 +127,12 @@ Chunk = tuple[int, int, int]
 """A sequence, and its tokens of a step: from, to."""
 PAGE, HEADS, KV_HEADS = 16, 4, 2
 VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {"plain": {}, "window": {"window": 21}, "softcap and sinks": {"softcap": 20.0, "sinks": True}}
+    {
+        "plain": {},
+        "window": {"window": 21},
+        "chunks": {"window": 21, "chunked": True},
+        "softcap and sinks": {"softcap": 20.0, "sinks": True},
+    }
 )
 
 

@@ -38,6 +38,7 @@ def reference(
     *,
     scale: float,
     window: int = 0,
+    chunked: bool = False,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
@@ -54,11 +55,13 @@ def reference(
     (B + 1,) int32: first token of each sequence in T, then the number of real tokens; later rows are padding and come
     back as zero. A sequence's tokens are the last of its positions.
 
-    window: number of latest positions a token sees, itself included; 0 for all. softcap: `c * tanh(score / c)`; 0 for
-    none (Gemma 2, arXiv 2408.00118). sinks (H,): one extra logit per head in the softmax's denominator (Xiao et al.,
-    arXiv 2309.17453, as gpt-oss uses it). mask (T, 1 or H, M * P), over the token's own sequence: added to the scores,
-    or, if boolean, hides a key position where it is false. max_query_len: upper bound on tokens per sequence in this
-    step, 0 if unknown; 1 in decode. Softmax accumulates in fp32 (fp64 for fp64 input).
+    window: number of latest positions a token sees, itself included; 0 for all. chunked: windows lie side by side from
+    the sequence's beginning instead, and a token at position p sees those from p // window * window on (Llama 4).
+    softcap: `c * tanh(score / c)`; 0 for none (Gemma 2, arXiv 2408.00118). sinks (H,): one extra logit per head in the
+    softmax's denominator (Xiao et al., arXiv 2309.17453, as gpt-oss uses it). mask (T, 1 or H, M * P), over the token's
+    own sequence: added to the scores, or, if boolean, hides a key position where it is false. max_query_len: upper
+    bound on tokens per sequence in this step, 0 if unknown; 1 in decode. Softmax accumulates in fp32 (fp64 for fp64
+    input).
 
     k_scale, v_scale: () or (K,) fp32, of caches of float8_e4m3fn, which hold codes (`stored`): value = code * scale;
     None for 1. All keys and values are read back from the cache, this step's too: a token attends to the same codes
@@ -77,7 +80,7 @@ def reference(
     padded = query[rows].unflatten(2, (num_kv_heads, num_heads // num_kv_heads))  # (B, Q, K, G, D)
 
     positions = (seq_lens - query_lens)[:, None] + steps  # (B, Q)
-    allowed = visible_positions(positions, seq_lens, keys.shape[1], window=window, causal=causal)  # (B, Q, M * P)
+    allowed = visible_positions(positions, seq_lens, keys.shape[1], window=window, chunked=chunked, causal=causal)
     live = allowed.any(1)
     scores = torch.einsum("bqkgd,bskd->bkgqs", padded.to(acc), read(keys, acc, k_scale)) * scale
     scores = soft_capped(scores, softcap)
@@ -90,14 +93,17 @@ def reference(
     return _to_tokens(out, query_starts, num_tokens).to(query.dtype)
 
 
-def visible_positions(positions: Tensor, seq_lens: Tensor, num_keys: int, *, window: int, causal: bool) -> Tensor:
+def visible_positions(
+    positions: Tensor, seq_lens: Tensor, num_keys: int, *, window: int, chunked: bool, causal: bool
+) -> Tensor:
     """Return which keys each query may see: (B, Q, num_keys) bool from positions (B, Q) and seq_lens (B,)."""
     keys = torch.arange(num_keys, device=positions.device)
     allowed = (keys < seq_lens[:, None])[:, None, :].expand(-1, positions.shape[1], -1)
     if causal:
         allowed = allowed & (keys <= positions[..., None])
     if window:
-        allowed = allowed & (keys > positions[..., None] - window)
+        first = positions // window * window if chunked else positions - window + 1
+        allowed = allowed & (keys >= first[..., None])
     return allowed
 
 
@@ -136,11 +142,14 @@ def check_arguments(
     seq_lens: Tensor,
     query_starts: Tensor,
     *,
+    window: int = 0,
+    chunked: bool = False,
+    causal: bool = True,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     **_: Any,
 ) -> None:
-    """Raise `RuntimeError` unless ranks, heads, index dtypes and scales are as `reference` says."""
+    """Raise `RuntimeError` unless ranks, heads, index dtypes, chunks and scales are as `reference` says."""
     op = "attention"
     check_ranks(op, 3, query=query, key=key, value=value)
     check_ranks(op, 4, key_cache=key_cache, value_cache=value_cache)
@@ -154,6 +163,8 @@ def check_arguments(
     for name, index in (("seq_lens", seq_lens), ("query_starts", query_starts)):
         whole = index.dtype in (torch.int32, torch.int64)
         check(whole, op, f"{name} must be torch.int32 or torch.int64")
+    if chunked:
+        check(window > 0 and causal, op, f"chunks are causal and of a window's size, not {window=} and {causal=}")
     check_scales(op, key_cache, value_cache, k_scale, v_scale)
 
 
@@ -161,8 +172,8 @@ ATTENTION = declare(
     CanonicalOp(
         schema="attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
         "Tensor block_table, Tensor slot_mapping, Tensor seq_lens, Tensor query_starts, *, float scale, int window=0, "
-        "float softcap=0.0, Tensor? sinks=None, Tensor? mask=None, bool causal=True, int max_query_len=0, "
-        "Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
+        "bool chunked=False, float softcap=0.0, Tensor? sinks=None, Tensor? mask=None, bool causal=True, "
+        "int max_query_len=0, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
         reference=reference,
         fake=fake,
         check=check_arguments,

@@ -28,7 +28,7 @@ from core.common.ops.rotary.rotation import STYLES, check_rotary, qk_norm_rotary
 # The options by the op that takes them, under the same names.
 _NORM = ("query_weight", "key_weight", "eps", "offset", "norm_compute_dtype", "normed_dtype", "weight_dtype")
 _TURNING = ("style", "rotary_dim", "compute_dtype", "out_dtype")
-_ATTENTION = ("scale", "window", "softcap", "sinks", "max_query_len", "k_scale", "v_scale")
+_ATTENTION = ("scale", "window", "chunked", "softcap", "sinks", "max_query_len", "k_scale", "v_scale")
 
 
 def _turned_first(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -134,8 +134,8 @@ ROTARY_ATTENTION = declare(
         "Tensor query_starts, *, Tensor? query_weight=None, Tensor? key_weight=None, bool normalize=False, "
         "float eps=0.0, float offset=0.0, ScalarType? norm_compute_dtype=None, ScalarType? normed_dtype=None, "
         'ScalarType? weight_dtype=None, str style="half", int rotary_dim=0, ScalarType? compute_dtype=None, '
-        "ScalarType? out_dtype=None, float scale, int window=0, float softcap=0.0, Tensor? sinks=None, "
-        "int max_query_len=0, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
+        "ScalarType? out_dtype=None, float scale, int window=0, bool chunked=False, float softcap=0.0, "
+        "Tensor? sinks=None, int max_query_len=0, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
         reference=_turned_first(attention.reference),
         fake=_fake,
         check=_check,

@@ -64,13 +64,15 @@ _MIXED = ((3, 9), (1, 6), (7, 7))
 
 
 def calls(draw: Draw) -> dict[str, dict[str, Any]]:
-    """Return calls of every form: decode, prefill, mixed, padded, grouped heads, window, soft-cap, sinks, masks."""
+    """Return calls of every form: decode, prefill, mixed, padded, grouped heads, windows, soft-cap, sinks, masks."""
     forms: dict[str, dict[str, Any]] = {
         "decode": {"lens": ((1, 7), (1, 1), (1, 13)), "max_query_len": 1},
         "decode padded": {"lens": ((1, 7), (1, 5)), "padding": (2, 2), "max_query_len": 1},
         "prefill": {"lens": ((5, 5), (11, 11))},
         "chunk and mixed": {"lens": _MIXED, "padding": (4, 1)},
         "window 3": {"lens": ((9, 9), (1, 8)), "window": 3},
+        "chunks of 3": {"lens": ((9, 9), (2, 9), (1, 7)), "window": 3, "chunked": True},
+        "chunks of 5, decode": {"lens": ((1, 5), (1, 6), (1, 14)), "window": 5, "chunked": True, "max_query_len": 1},
         "soft-cap": {"lens": ((6, 6), (1, 4)), "softcap": 2.5},
         "odd scale, value size 8": {"lens": ((5, 5), (2, 7)), "sizes": (16, 8), "scale": 0.37},
         "one kv head": {"lens": ((4, 4),), "heads": (6, 1)},

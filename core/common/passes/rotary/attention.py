@@ -20,7 +20,7 @@ from core.common.passes.rotary.attention_examples import examples
 from core.common.passes.rotary.token_rows import LAYOUTS, ROWS, Layout, follow, rows, table_index, table_rows
 
 _ROTATIONS = (ROTARY, QK_NORM_ROTARY)
-_OF_ATTENTION = ("scale", "window", "softcap", "sinks", "max_query_len", "k_scale", "v_scale")
+_OF_ATTENTION = ("scale", "window", "chunked", "softcap", "sinks", "max_query_len", "k_scale", "v_scale")
 _ROWS = ("query", "key", "value", "cos", "sin")
 _PLACES = ("key_cache", "value_cache", "block_table", "slot_mapping", "seq_lens", "query_starts")
 

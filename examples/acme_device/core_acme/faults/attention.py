@@ -95,6 +95,37 @@ def attention_window(given: Arguments) -> Arguments:
 
 
 @_given
+def attention_chunk_as_window(given: Arguments) -> Arguments:
+    """Know windows alone, as most kernels do."""
+    return {"chunked": False}
+
+
+@_given
+def attention_chunk_size(given: Arguments) -> Arguments:
+    """Count a chunk's last position twice."""
+    return {"window": given["window"] + given["chunked"]}
+
+
+@_wrong
+def attention_chunk_of_step(honest: Function, given: Arguments) -> Any:
+    """Take the step's tokens for whole sequences: chunks then hold no earlier ones."""
+    result, starts, page = honest(**given), given["query_starts"], given["key_cache"].shape[1]
+    if not given["chunked"]:
+        return result
+    num_seqs, width = given["block_table"].shape[0], -(-result.shape[0] // page)
+    rows = torch.arange(result.shape[0], dtype=starts.dtype, device=starts.device)
+    sequence = torch.bucketize(rows, starts[1:], right=True).clamp(max=num_seqs - 1)
+    slots = (1 + sequence * width) * page + rows - starts[sequence]
+    blocks = 1 + torch.arange(num_seqs * width, dtype=torch.int32, device=starts.device)
+    own: Arguments = {
+        name: torch.zeros_like(given[name][:1]).repeat(1 + num_seqs * width, 1, 1, 1)
+        for name in ("key_cache", "value_cache")
+    }
+    own["slot_mapping"] = slots.masked_fill(rows >= starts[-1], 0).long()
+    return honest(**given | own | {"block_table": blocks.view(num_seqs, width), "seq_lens": starts.diff()})
+
+
+@_given
 def attention_sinks(given: Arguments) -> Arguments:
     """Drop an argument that few models give."""
     return {"sinks": None}

@@ -173,7 +173,7 @@ void check_lengths(const Tensor& query, const Tensor& key_cache, const Tensor& b
 
 Tensor compute(bool alike, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
                const Tensor& value_cache, const Tensor& block_table, const Tensor& slot_mapping,
-               const Tensor& seq_lens, const Tensor& query_starts, double scale, int64_t window, double softcap,
+               const Tensor& seq_lens, const Tensor& query_starts, double scale, int64_t window, bool chunked, double softcap,
                const std::optional<Tensor>& sinks, const std::optional<Tensor>& mask, bool causal,
                int64_t max_query_len, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
   TORCH_CHECK(!mask && !k_scale && !v_scale, "core_cpu::attention takes no mask and no scales");
@@ -190,8 +190,8 @@ Tensor compute(bool alike, const Tensor& query, const Tensor& key, const Tensor&
     Call<T> call{rows.const_data_ptr<T>(), rows.stride(0), rows.stride(1), cache_of<T>(key_cache),
                  cache_of<T>(value_cache), table.const_data_ptr<int32_t>(), table.stride(0),
                  sinks ? own_sinks.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<T>(), query.size(1),
-                 query.size(1) / key.size(1), static_cast<float>(scale), static_cast<float>(softcap), window, causal,
-                 alike};
+                 query.size(1) / key.size(1), static_cast<float>(scale), static_cast<float>(softcap), window, chunked,
+                 causal, alike};
     attend(call, make_plan(call, key.size(1), lens, starts));
   });
   for (const auto& [from, count] : {std::pair{int64_t{0}, starts[0]}, {num_real, query.size(0) - num_real}}) {
@@ -208,21 +208,21 @@ Tensor compute(bool alike, const Tensor& query, const Tensor& key, const Tensor&
 // written to the cache.
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
                  const Tensor& value_cache, const Tensor& block_table, const Tensor& slot_mapping,
-                 const Tensor& seq_lens, const Tensor& query_starts, double scale, int64_t window, double softcap,
+                 const Tensor& seq_lens, const Tensor& query_starts, double scale, int64_t window, bool chunked, double softcap,
                  const std::optional<Tensor>& sinks, const std::optional<Tensor>& mask, bool causal,
                  int64_t max_query_len, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
   return compute(false, query, key, value, key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts,
-                 scale, window, softcap, sinks, mask, causal, max_query_len, k_scale, v_scale);
+                 scale, window, chunked, softcap, sinks, mask, causal, max_query_len, k_scale, v_scale);
 }
 
 Tensor attention_alike(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
                        const Tensor& value_cache, const Tensor& block_table, const Tensor& slot_mapping,
-                       const Tensor& seq_lens, const Tensor& query_starts, double scale, int64_t window, double softcap,
+                       const Tensor& seq_lens, const Tensor& query_starts, double scale, int64_t window, bool chunked, double softcap,
                        const std::optional<Tensor>& sinks, const std::optional<Tensor>& mask, bool causal,
                        int64_t max_query_len, const std::optional<Tensor>& k_scale,
                        const std::optional<Tensor>& v_scale) {
   return compute(true, query, key, value, key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts,
-                 scale, window, softcap, sinks, mask, causal, max_query_len, k_scale, v_scale);
+                 scale, window, chunked, softcap, sinks, mask, causal, max_query_len, k_scale, v_scale);
 }
 
 CORE_CPU_DIRECT(attention, attention)

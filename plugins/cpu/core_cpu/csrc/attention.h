@@ -37,7 +37,7 @@ struct Call {
   int64_t num_heads, group;
   float scale, softcap;
   int64_t window;
-  bool causal;
+  bool chunked, causal;
   // Whether a row's result is added up in one order, whatever else is in the call and however many of its sequence's
   // tokens are new.
   bool alike;
@@ -59,7 +59,9 @@ struct Range {
 template <typename T>
 Range visible(const Call<T>& call, int64_t length, int64_t num_new, int64_t row) {
   const int64_t position = length - num_new + row / call.group;
-  const int64_t start = call.window > 0 ? std::max<int64_t>(position - call.window + 1, 0) : 0;
+  const int64_t start = call.window == 0 ? 0
+                        : call.chunked ? position / call.window * call.window
+                                       : std::max<int64_t>(position - call.window + 1, 0);
   const int64_t stop = call.causal ? std::min(position + 1, length) : length;
   return {std::min(start, stop), stop};
 }

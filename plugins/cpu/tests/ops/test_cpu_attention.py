@@ -62,7 +62,11 @@ def test_cases_agree_with_the_reference(case: str) -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [{}, {"window": 150}, {"sinks": torch.tensor([0.5, 4.0])}, {"causal": False}], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"window": 150}, {"window": 150, "chunked": True}, {"sinks": torch.tensor([0.5, 4.0])}, {"causal": False}],
+    ids=str,
+)
 def test_long_contexts_agree_with_the_reference(case: Call, dtype: torch.dtype) -> None:
     check(steps(LONG, sizes=(24, 40), page=16, dtype=dtype, **case))
 
@@ -173,6 +177,11 @@ def test_a_graph_calls_the_kernel_and_its_cache_is_written_in_place(lowering: st
 
 MISTAKES = {
     "a window one position wider": ("position - call.window + 1", "position - call.window"),
+    "chunks of another size": (
+        "position / call.window * call.window",
+        "position / (call.window + 1) * (call.window + 1)",
+    ),
+    "chunks taken for windows": (": call.chunked ", ": false "),
     "blocks in the order of the cache": ("table[position / cache.page]", "table[0] + position / cache.page"),
     "a share's largest score forgotten": ("shrunk(own.top, top)", "1.f"),
     "heads in turns": ("share_.head * call_.group + row % call_.group", "row % call_.group * 2 + share_.head"),
@@ -188,7 +197,11 @@ def test_a_planted_mistake_is_found(
     with plant(*MISTAKES[mistake], ATTENTION) as wrong:
         torch.set_num_threads(2)
         try:
-            for case in (CASES["window over tiles"], {"lens": ((1, 1500), (9, 9)), "page": 16, "heads": (4, 2)}):
+            for case in (
+                CASES["window over tiles"],
+                CASES["chunks over tiles"],
+                {"lens": ((1, 1500), (9, 9)), "page": 16, "heads": (4, 2)},
+            ):
                 judged(ATTENTION, lambda **call: wrong.attention(**call), steps(**case), CPU)
         except AssertionError:
             return

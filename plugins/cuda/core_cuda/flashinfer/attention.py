@@ -26,7 +26,7 @@ from core_cuda.ops.rotary.rotation import rotate_and_write
 
 HEAD_SIZES = (64, 128, 256)
 _OPTIONS = ("scale", "window", "softcap", "causal", "max_query_len")
-_LEFT_OUT = ("sinks", "mask", "k_scale", "v_scale")
+_LEFT_OUT = ("chunked", "sinks", "mask", "k_scale", "v_scale")
 _ONE_TOKEN = "each sequence has one new token, for which a tile of FlashAttention 3 is mostly padding"
 _SEVERAL = "sequences have several new tokens, and FlashAttention 3 serves these on this GPU"
 
@@ -45,6 +45,8 @@ def why_not(backend: str, condition: Condition) -> Condition:
             return "the cache holds codes, whose scales the kernel takes as numbers of the host"
         if args["sinks"] is not None:
             return "it has sinks, and the kernel has none"
+        if args["chunked"]:
+            return "each token sees its own chunk, and the kernel knows windows that end at a token"
         size = query.shape[2]
         if size not in HEAD_SIZES or value.shape[2] != size:
             return f"heads have {size} and {value.shape[2]} features, and the kernel takes {HEAD_SIZES}, both the same"

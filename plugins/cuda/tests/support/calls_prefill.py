@@ -43,6 +43,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
         "1b 4096": ((4096, 32, 8, 64), {}, {}),
         "gemma 2": ((4096, 8, 4, 256), {}, {"softcap": 50.0, "window": 4096}),
         "gpt-oss": ((4096, 64, 8, 64), {}, {"sinks": torch.empty(64, dtype=torch.bfloat16), "window": 128}),
+        "llama 4": ((4096, 40, 8, 128), {}, {"window": 2048, "chunked": True}),
         "head 80": ((4096, 32, 32, 80), {}, {}),
         "head 192": ((4096, 16, 16, 192), {}, {}),
         "head 256": ((4096, 16, 8, 256), {}, {"window": 1024}),

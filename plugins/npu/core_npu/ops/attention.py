@@ -223,6 +223,8 @@ def rotary_attention_condition(call: OpCall) -> str | None:
 
 def _shared_condition(call: OpCall) -> str | None:
     args = call.args
+    if args["chunked"]:
+        return "each token sees its own chunk, and the kernel knows windows that end at a token"
     if args["softcap"]:
         return "scores are capped, and the kernel does not cap them"
     if args["sinks"] is not None:

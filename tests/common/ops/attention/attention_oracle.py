@@ -70,7 +70,8 @@ def slots_of(call: Call, sequence: int) -> list[tuple[int, int]]:
 def visible(call: Call, row: int, head: int, at: int, length: int) -> list[int]:
     seen = range(at + 1) if call.get("causal", True) else range(length)
     window, mask = call.get("window", 0), call.get("mask")
-    seen = [p for p in seen if not window or p > at - window]
+    chunk = at // window * window if call.get("chunked") else at + 1 - window
+    seen = [p for p in seen if not window or p >= chunk]
     if mask is None or mask.dtype != torch.bool:
         return seen
     return [p for p in seen if mask[row, head % mask.shape[1], p]]

@@ -71,6 +71,10 @@ def test_between_graphs_each_sequence_attends_by_itself(name: str, dtype: torch.
     [
         ("prefill", {"scale": 0.25 * 1.02}),
         ("window 3", {"window": 4}),
+        ("window 3", {"chunked": True}),
+        ("chunks of 3", {"window": 4}),
+        ("chunks of 3", {"chunked": False}),
+        ("chunks of 5, decode", {"chunked": False}),
         ("soft-cap", {"softcap": 2.4}),
         ("sinks", {"sinks": None}),
         ("boolean mask", {"mask": None}),
@@ -118,6 +122,21 @@ def test_nan_in_slots_that_hold_nothing_does_not_leak(name: str) -> None:
     for operand in ("query", "key", "value"):
         poisoned[operand][padding:] = torch.nan
     assert torch.equal(run(poisoned), run(clean))
+
+
+@pytest.mark.parametrize("options", [{"window": 0}, {"window": 3, "causal": False}], ids=str)
+def test_chunks_have_a_size_and_are_causal(options: Call) -> None:
+    with pytest.raises(RuntimeError, match="chunks are causal and of a window's size"):
+        run(copied(sample("prefill")) | {"chunked": True, **options})
+
+
+def test_blocks_of_earlier_chunks_may_be_freed() -> None:
+    clean, freed = copied(sample("chunks of 5, decode")), copied(sample("chunks of 5, decode"))
+    # The third sequence decodes position 13, which sees from 10 on: its first two blocks of 4 positions are done with.
+    assert freed["seq_lens"].tolist() == [5, 6, 14]
+    freed["block_table"][2, :2] = 0
+    freed["key_cache"][0] = freed["value_cache"][0] = torch.nan
+    assert torch.equal(run(freed), run(clean))
 
 
 def test_blocks_that_left_the_window_may_be_freed() -> None:
@@ -301,10 +320,15 @@ def layouts(draw: st.DrawFn) -> Call:
         "seq_lens": torch.tensor([new + old for new, old in lens] + [0] * extra_seqs, dtype=torch.int32),
         "query_starts": torch.tensor(starts + [starts[-1]] * extra_seqs, dtype=torch.int32),
         "scale": draw(st.sampled_from([0.25, 0.4])),
-        "window": draw(st.sampled_from([0, 0, 1, 4])),
-        "causal": draw(st.sampled_from([True, True, False])),
+        **draw(st.sampled_from(_SIGHTS)),
         "sinks": draw(st.sampled_from([None, torch.linspace(-1, 2, heads)])),
     }
+
+
+_SIGHTS: list[Call] = [
+    *({"window": window, "causal": causal} for window in (0, 1, 4) for causal in (True, True, False)),
+    *({"window": window, "chunked": True} for window in (1, 3, 4)),
+]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from core_cuda.ops.attention.online_softmax import LOG2_E, absorbed, joined, narrowed
+from core_cuda.ops.attention.online_softmax import LOG2_E, absorbed, first_seen, joined, narrowed
 from core_cuda.ops.attention.rotation import rotated_rows
 from core_cuda.ops.cache_write import codes_of
 from core_cuda.ops.launching import Early, fetch, start_next, wait_for_inputs
@@ -39,7 +39,8 @@ def inside(rows, columns, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def extent(seq_lens, query_starts, seq, window, MAX_NEW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
-           WINDOWED: tl.constexpr, CACHING: tl.constexpr, AMONG_PROMPTS: tl.constexpr):  # fmt: skip
+           WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, CACHING: tl.constexpr,
+           AMONG_PROMPTS: tl.constexpr):  # fmt: skip
     """Return a sequence's first new token, number of these, of cached positions, first of them seen, and a share.
 
     A prompt has no new token for this kernel.
@@ -52,7 +53,7 @@ def extent(seq_lens, query_starts, seq, window, MAX_NEW: tl.constexpr, SPLITS: t
     num_old = tl.maximum(tl.load(seq_lens + seq, cache_modifier=CACHING).to(tl.int32) - num_new, 0)
     begin = 0
     if WINDOWED:
-        begin = tl.maximum(num_old + 1 - window, 0)
+        begin = tl.maximum(first_seen(num_old, window, CHUNKED), 0)
     return first, num_new, num_old, begin, tl.cdiv(tl.cdiv(num_old - begin, SPLITS), BLOCK_N) * BLOCK_N
 
 
@@ -114,9 +115,9 @@ def decode_kernel(
     D: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr, MAX_NEW: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_NEW: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_GROUP: tl.constexpr, PARTS: tl.constexpr,
-    SPLITS: tl.constexpr, APART: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, ROTATION: tl.constexpr, FETCH: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
-    AMONG_PROMPTS: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, APART: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROTATION: tl.constexpr, FETCH: tl.constexpr,
+    K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, AMONG_PROMPTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Serve (key/value head, share, sequence); the first ten arguments are those of `core::attention`.
 
@@ -139,7 +140,7 @@ def decode_kernel(
         v_scale += head * V_SCALE
     if FETCH and OVERLAP:
         _, _, num_old, begin, share = extent(seq_lens, query_starts, seq, window, MAX_NEW, SPLITS, BLOCK_N, WINDOWED,
-                                             ".cg", AMONG_PROMPTS)  # fmt: skip
+                                             CHUNKED, ".cg", AMONG_PROMPTS)  # fmt: skip
         fetched = begin + (split - APART) * share + tl.arange(0, BLOCK_N)
         known = (fetched >= begin) & (fetched < tl.minimum(num_old, table_width * PAGE))
         guess = tl.load(table + fetched // PAGE, mask=known, other=0, cache_modifier=".cg")
@@ -153,7 +154,7 @@ def decode_kernel(
         k_scale = tl.load(k_scale + head * K_SCALE)
         scale *= k_scale
     first, num_new, num_old, begin, share = extent(seq_lens, query_starts, seq, window, MAX_NEW, SPLITS, BLOCK_N,
-                                                   WINDOWED, "", AMONG_PROMPTS)  # fmt: skip
+                                                   WINDOWED, CHUNKED, "", AMONG_PROMPTS)  # fmt: skip
     num_shares = tl.cdiv(num_old - begin, tl.maximum(share, 1))
     if APART:
         num_shares += 1
@@ -180,6 +181,8 @@ def decode_kernel(
         steps, heads = rows // GROUP, head * GROUP + rows % GROUP
         tokens = (first + steps).to(tl.int64)
         live = steps < num_new
+        if WINDOWED:
+            sight = first_seen(num_old + steps, window, CHUNKED)
         q_rows = query + tokens * query_stride + heads * query_head
         if ROTATION.size == 0:
             q = tl.load(q_rows[:, None] + d[None, :], mask=inside(live, d, D, BLOCK_D), other=0.0)
@@ -227,7 +230,7 @@ def decode_kernel(
                 k, v = k.to(WIDE), v.to(WIDE)
             visible = there[None, :] & (new[None, :] <= steps[:, None])
             if WINDOWED:
-                visible = visible & (new[None, :] > steps[:, None] - window)
+                visible = visible & ((num_old + new)[None, :] >= sight[:, None])
             top, total, acc = absorbed(q, k, v, visible, top, total, acc, factor, SOFTCAP)
 
         for tile in range(start, end, BLOCK_N):
@@ -243,7 +246,7 @@ def decode_kernel(
                 k, v = k.to(WIDE), v.to(WIDE)
             visible = there[None, :]
             if WINDOWED:
-                visible = visible & (positions[None, :] > (num_old - window + steps)[:, None])
+                visible = visible & (positions[None, :] >= sight[:, None])
             top, total, acc = absorbed(q, k, v, visible, top, total, acc, factor, SOFTCAP)
 
         if num_shares == 1:

@@ -59,7 +59,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def launch(
-    step: Step, numbers: Numbers, config: HopperConfig, *, causal: bool, window: int, prompts_only: bool
+    step: Step, numbers: Numbers, config: HopperConfig, *, causal: bool, chunked: bool, prompts_only: bool
 ) -> None:
     """Write the attention of a step into step.out; prompts_only: but for sequences that have one new token."""
     num_kv_heads, size, value_size = step.key.shape[1], step.key.shape[2], step.value.shape[2]
@@ -67,7 +67,8 @@ def launch(
     group = step.query.shape[1] // num_kv_heads
     spec = Spec(
         causal=causal,
-        window=window > 0,
+        window=numbers.window > 0,
+        chunked=chunked,
         group=group,
         pack=config.pack,
         page=step.key_cache.shape[1],

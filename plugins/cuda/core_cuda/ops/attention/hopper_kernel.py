@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from core_cuda.ops.attention.hopper_fetch import fetch_tiles
 from core_cuda.ops.attention.hopper_tiles import Buffers, all_here, find_tile, query_rows, row_layout
+from core_cuda.ops.attention.online_softmax import first_seen
 from core_cuda.ops.quantize import to_codes
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -66,18 +67,21 @@ def _hidden(scores, i, tile, tokens, numbers, SPEC: gl.constexpr):
     start = gl.where(is_cached, tile.skipped_cached + i, tile.skipped_own + i - tile.cached) * N
     stop = gl.where(is_cached, tile.context, tile.new)
     ahead = gl.where(is_cached, tile.context, 0)  # of a token in the count of the tile's positions
+    before = tile.context - ahead  # positions before that count begins
     edge = start + N > stop
     if SPEC.causal:
         edge = edge | (start + N > gl.min(tokens, 0) + ahead + 1)
     if SPEC.window:
-        edge = edge | (start <= gl.max(tokens, 0) + ahead - numbers.window)
+        latest = first_seen(tile.context + gl.max(tokens, 0), numbers.window, SPEC.chunked)
+        edge = edge | (before + start < latest)
     if edge:
         at = start + gl.arange(0, N, layout=gl.SliceLayout(0, scores.type.layout))
         seen = (at < stop)[None, :]
         if SPEC.causal:
             seen = seen & (at[None, :] <= (tokens + ahead)[:, None])
         if SPEC.window:
-            seen = seen & (at[None, :] > (tokens + ahead - numbers.window)[:, None])
+            sight = first_seen(tile.context + tokens, numbers.window, SPEC.chunked) - before
+            seen = seen & (at[None, :] >= sight[:, None])
         scores = gl.where(seen, scores, float("-inf"))
     return scores
 

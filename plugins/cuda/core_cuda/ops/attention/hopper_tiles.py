@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from core_cuda.ops.attention.online_softmax import first_seen
+
 ROWS = 128
 """Rows of a program's tile."""
 _ROWS = gl.constexpr(ROWS)
@@ -35,6 +37,7 @@ class Spec(NamedTuple):
 
     causal: bool
     window: bool
+    chunked: bool
     #: query heads of a key/value head
     group: int
     #: of these, the query heads in a tile
@@ -143,8 +146,9 @@ def find_tile(step, numbers, SPEC: gl.constexpr, BLOCK_B: gl.constexpr):
     parts: gl.constexpr = (SPEC.group + SPEC.pack - 1) // SPEC.pack
     skipped_cached, skipped_own = 0, 0
     if SPEC.window:
-        skipped_cached = gl.minimum(gl.maximum(context + first - numbers.window + 1, 0), context) // SPEC.block_n
-        skipped_own = gl.maximum(first - numbers.window + 1, 0) // SPEC.block_n
+        begin = gl.maximum(first_seen(context + first, numbers.window, SPEC.chunked), 0)
+        skipped_cached = gl.minimum(begin, context) // SPEC.block_n
+        skipped_own = gl.maximum(begin - context, 0) // SPEC.block_n
     cached = gl.cdiv(context, SPEC.block_n) - skipped_cached
     own = gl.cdiv(gl.minimum(last, new) if SPEC.causal else new, SPEC.block_n) - skipped_own
     return Tile(

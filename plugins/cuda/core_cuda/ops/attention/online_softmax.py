@@ -1,4 +1,5 @@
-"""Parts of attention's online softmax (Dao et al., arXiv 2205.14135), for the kernel of decode.
+"""Parts of attention's online softmax (Dao et al., arXiv 2205.14135), for the kernel of decode, and what all of
+attention's kernels ask of windows.
 
 Scores are powers of two: log2(e) is part of their scale.
 """
@@ -12,6 +13,15 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def first_seen(position, window, CHUNKED: tl.constexpr):
+    """Return the first position that the token at a position sees; below 0 where a window is not full yet."""
+    if CHUNKED:
+        return position // window * window
+    else:
+        return position - window + 1
 
 
 @triton.jit

@@ -31,7 +31,7 @@ queries again, and with one sequence that is what all wait for: on an H200 two k
 layer of 1 and 8 billion parameters, at 8 sequences 1.8 and 5.3 us more."""
 _ATTENTION = (
     *("key_cache", "value_cache", "block_table", "slot_mapping", "seq_lens", "query_starts"),
-    *("scale", "window", "softcap", "sinks", "max_query_len", "k_scale", "v_scale", "coding"),
+    *("scale", "window", "chunked", "softcap", "sinks", "max_query_len", "k_scale", "v_scale", "coding"),
 )
 
 

@@ -30,7 +30,7 @@ from core_cuda.ops.rotary.rotation import RotaryConfig, rotate_and_write
 
 _LARGEST_HEAD = 512
 # The arguments of `core::rotary_attention` that belong to the attention.
-_OPTIONS = ("scale", "window", "softcap", "sinks", "k_scale", "v_scale", "coding")
+_OPTIONS = ("scale", "window", "chunked", "softcap", "sinks", "k_scale", "v_scale", "coding")
 _LOG2_E = 1 / math.log(2)
 _TMA_BYTES = 16  # alignment of what a tensor descriptor describes
 
@@ -90,6 +90,7 @@ def attend(
     *,
     scale: float,
     window: int = 0,
+    chunked: bool = False,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     causal: bool = True,
@@ -126,13 +127,14 @@ def attend(
     if config is None:
         config = hopper.choose(step, window, softcap)
     if isinstance(config, HopperConfig):
-        hopper.launch(step, numbers, config, causal=causal, window=window, prompts_only=prompts_only)
+        hopper.launch(step, numbers, config, causal=causal, chunked=chunked, prompts_only=prompts_only)
     else:
-        codes = (k_scale, v_scale)
-        _launch(step, numbers, config, causal=causal, softcap=softcap, codes=codes, prompts_only=prompts_only)
+        how: dict[str, Any] = {"causal": causal, "chunked": chunked, "softcap": softcap, "codes": (k_scale, v_scale)}
+        _launch(step, numbers, config, **how, prompts_only=prompts_only)
     if prompts_only:
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-        options |= {"k_scale": k_scale, "v_scale": v_scale, "coding": coding, "prompts": out, "max_query_len": 1}
+        options: dict[str, Any] = {"scale": scale, "window": window, "chunked": chunked, "softcap": softcap}
+        options |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "coding": coding}
+        options |= {"prompts": out, "max_query_len": 1}
         decode(query, key, value, key_cache, value_cache, block_table, None, seq_lens, query_starts, **options)
     return out
 
@@ -143,6 +145,7 @@ def _launch(
     config: PrefillConfig | None,
     *,
     causal: bool,
+    chunked: bool,
     softcap: float,
     codes: tuple[Tensor | None, Tensor | None],
     prompts_only: bool,
@@ -167,6 +170,7 @@ def _launch(
     spec = Spec(
         causal=causal,
         window=numbers.window > 0,
+        chunked=chunked,
         softcap=softcap != 0,
         tma=tma,
         group=group,

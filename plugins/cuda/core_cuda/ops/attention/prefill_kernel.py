@@ -12,6 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from core_cuda.ops.attention.online_softmax import first_seen
 from core_cuda.ops.cache_write import write_rows
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.quantize import to_codes
@@ -25,6 +26,7 @@ class Spec(NamedTuple):
 
     causal: bool
     window: bool
+    chunked: bool
     softcap: bool
     tma: bool
     #: query heads of a key/value head
@@ -115,13 +117,14 @@ def _slots(table, at, kept, MASKED, PAGE: tl.constexpr):
 
 @triton.jit
 def _attend(
-    state, q, keys, values, table, base, head, column, stride_k, stride_v, rows_at, low, first, last, stop, scale,
-    softcap, window, CACHED: tl.constexpr, MASKED: tl.constexpr, SPEC: tl.constexpr,
+    state, q, keys, values, table, base, head, column, stride_k, stride_v, rows_at, sight, low, first, last, stop,
+    scale, softcap, CACHED: tl.constexpr, MASKED: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Fold the tiles of key positions from `first` to `last` into the running (result, largest score, sum of weights).
 
     Positions count from the start of the cached context, or of the step's own tokens; rows_at are the queries' in the
-    same count. No query sees positions below `low` or from `stop` on; they may hold anything, NaN included.
+    same count, and sight the first that each sees. No query sees positions below `low` or from `stop` on; they may hold
+    anything, NaN included.
     """
     acc, top, total = state
     N: tl.constexpr = SPEC.block_n
@@ -146,7 +149,7 @@ def _attend(
             if SPEC.causal and not CACHED:
                 seen = seen & (at[None, :] <= rows_at[:, None])
             if SPEC.window:
-                seen = seen & (at[None, :] > rows_at[:, None] - window)
+                seen = seen & (at[None, :] >= sight[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         if SPEC.softcap:
             new_top = tl.maximum(top, tl.max(scores, 1))
@@ -168,24 +171,27 @@ def _attend(
 
 @triton.jit
 def _walk(
-    state, q, keys, values, table, base, head, column, stride_k, stride_v, rows_at, row_first, row_last, stop, num_seen,
-    scale, softcap, window, CACHED: tl.constexpr, SPEC: tl.constexpr,
+    state, q, keys, values, table, base, head, column, stride_k, stride_v, rows_at, row_first, row_last, before, stop,
+    num_seen, scale, softcap, window, CACHED: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Attend to one range of keys, of which every query of the tile sees the first num_seen, but for the window.
 
-    row_first and row_last bound the queries' positions, as rows_at counts them. Tiles at the edges are masked.
+    row_first and row_last bound the queries' positions, as rows_at counts them; `before` lie before their count begins.
+    Tiles at the edges are masked.
     """
-    low, visible = 0, 0
+    low, visible, sight = 0, 0, rows_at
     if SPEC.window:
-        low, visible = tl.maximum(row_first - window + 1, 0), tl.maximum(row_last - window, 0)
+        low = tl.maximum(first_seen(before + row_first, window, SPEC.chunked) - before, 0)
+        visible = tl.maximum(first_seen(before + row_last - 1, window, SPEC.chunked) - before, 0)
+        sight = first_seen(before + rows_at, window, SPEC.chunked) - before
     begin, full_begin, full_stop = _zones(low, visible, stop, num_seen, SPEC.block_n)
     for zone in tl.static_range(3):
         first = begin if zone == 0 else (full_begin if zone == 1 else full_stop)
         last = full_begin if zone == 0 else (full_stop if zone == 1 else stop)
         if SPEC.window or zone > 0:
             state = _attend(
-                state, q, keys, values, table, base, head, column, stride_k, stride_v, rows_at, low, first, last, stop,
-                scale, softcap, window, CACHED, zone != 1, SPEC,
+                state, q, keys, values, table, base, head, column, stride_k, stride_v, rows_at, sight, low, first, last,
+                stop, scale, softcap, CACHED, zone != 1, SPEC,
             )  # fmt: skip
     return state
 
@@ -271,7 +277,7 @@ def prefill_kernel(
     value_cache += kv_head * stride_value_head + column
     state = _walk(
         (acc, top, total), q, key_cache, value_cache, table, 0, 0, 0, stride_key_slot, stride_value_slot,
-        context + tokens, context + first, context + last, context, context, scale, softcap, window, True, SPEC,
+        context + tokens, context + first, context + last, 0, context, context, scale, softcap, window, True, SPEC,
     )  # fmt: skip
     if not SPEC.tma:
         keys += kv_head * stride_key_h
@@ -280,7 +286,7 @@ def prefill_kernel(
     num_seen = tl.minimum(first + 1, num_new) if SPEC.causal else num_new
     acc, top, total = _walk(
         state, q, keys, values, table, base, kv_head.to(tl.int32), column, stride_key_t, stride_value_t,
-        tokens, first, last, stop, num_seen, scale, softcap, window, False, SPEC,
+        tokens, first, last, context, stop, num_seen, scale, softcap, window, False, SPEC,
     )  # fmt: skip
 
     result = acc / tl.where(total == 0, 1.0, total)[:, None]
