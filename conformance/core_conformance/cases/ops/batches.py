@@ -38,10 +38,25 @@ ROWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "layer_norm": ("x",),
         "add_rms_norm": ("x", "residual"),
         "gated_activation": ("gate", "up"),
+        "gated_activation_fused": ("gate_up",),
         "add_lora": ("base", "x", "slots"),
+        "moe_route": ("logits",),
+        "grouped_mlp": ("x", "weights", "indices"),
+        "argmax": ("logits",),
+        "sample": ("logits", "sampling_params"),
     }
 )
 """Ops whose results have one row for each row of these arguments, all dimensions but the last taken together."""
+
+TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "rotary": ("query", "key", "cos", "sin"),
+        "rotary_single": ("x", "cos", "sin"),
+        "rotary_table": ("positions",),
+    }
+)
+"""Ops whose results have one entry of the first dimension for each of these arguments; calls in which these arguments
+have other first dimensions are left out."""
 
 
 def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
@@ -62,12 +77,14 @@ def judge_rows(trial: Trial, *, op: CanonicalOp, of: OpImplementation, dtype: to
     """Compare each batch with the same rows of the largest, where the op's calls take it."""
     if of.missing:
         raise NotSupported(of.missing)
-    if op.name not in ROWS:
+    if op.name not in {**ROWS, **TOKENS}:
         trial.fail("it declares itself batch-invariant, and the suite knows no batches of this op")
         return
     refused: dict[str, str] = {}
     judged = 0
     for sample in calls(op, dtype, trial.device.torch_device, trial.seed):
+        if op.name in TOKENS and len({sample.kwargs[name].shape[0] for name in TOKENS[op.name]}) > 1:
+            continue
         many = _widened(op, sample.kwargs, max(BATCHES))
         answers = {count: refusal(op, of.condition, _rows(op, many, 0, count)) for count in (1, 8, max(BATCHES))}
         if len({reason is None for reason in answers.values()}) > 1:
@@ -104,22 +121,23 @@ def _run(of: OpImplementation, kwargs: Mapping[str, Any]) -> list[Tensor]:
 def _widened(op: CanonicalOp, kwargs: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Return a call with so many rows: those of the sample, scaled differently each time that they come again."""
     made = dict(kwargs)
-    for name in ROWS[op.name]:
-        given: Tensor = kwargs[name]
-        is_number = not given.is_floating_point()  # one for each row
-        x = given[:, None] if is_number else given.reshape(-1, given.shape[-1])
+    for name in {**ROWS, **TOKENS}[op.name]:
+        x: Tensor = kwargs[name]
+        if op.name in ROWS and (x.is_floating_point() or x.dim() > 1):  # else one number for each row
+            x = x.reshape(-1, x.shape[-1])
         if not len(x):
-            x = x.new_ones((1, x.shape[-1]))
+            x = x.new_ones((1, *x.shape[1:]))
         times = -(-count // len(x))
-        factors = torch.linspace(0.5, 1.5, times * len(x), device=x.device)[:, None]
-        many = x.repeat(times, 1)
-        many = many if is_number else (many.float() * factors).to(x.dtype)
-        made[name] = (many[:, 0] if is_number else many)[:count].contiguous()
+        many = x.repeat(times, *(1 for _ in x.shape[1:]))
+        if x.is_floating_point():
+            factors = torch.linspace(0.5, 1.5, len(many), device=x.device).view(-1, *(1 for _ in x.shape[1:]))
+            many = (many.float() * factors).to(x.dtype)
+        made[name] = many[:count].contiguous()
     return made
 
 
 def _rows(op: CanonicalOp, kwargs: Mapping[str, Any], first: int, count: int) -> dict[str, Any]:
-    chosen = {name: kwargs[name][first : first + count] for name in ROWS[op.name]}
+    chosen = {name: kwargs[name][first : first + count] for name in {**ROWS, **TOKENS}[op.name]}
     return {**kwargs, **chosen}
 
 

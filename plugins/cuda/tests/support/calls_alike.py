@@ -1,0 +1,37 @@
+"""Batch-invariant kernels at the sizes of a model of 8 B parameters, for tools/cuda/compile_cuda_kernels.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from core_cuda.ops.alike.attention import attend
+from core_cuda.ops.alike.linear import multiply
+
+ROWS = (1, 64, 1024)
+
+
+def calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield products, then attention of decode steps and of prompts."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for columns, depth in ((4096, 4096), (28672, 4096), (4096, 14336)):
+            for rows in ROWS:
+                x, weight = torch.empty(rows, depth, dtype=dtype), torch.empty(columns, depth, dtype=dtype)
+                yield f"linear {rows} x {columns} x {depth}, {dtype}", partial(multiply, x, weight, None)
+    x, weight = torch.empty(1, 768, dtype=torch.bfloat16), torch.empty(768, 2304, dtype=torch.bfloat16).T
+    yield "linear transposed", partial(multiply, x, weight, torch.empty(2304, dtype=torch.bfloat16))
+    for size in (64, 128, 256):
+        for tokens, seqs in ((1, 1), (64, 64), (1024, 1)):
+            for options in ({}, {"window": 512, "softcap": 30.0, "sinks": torch.empty(32, dtype=torch.bfloat16)}):
+                if options and tokens == 64:
+                    continue
+                cache = torch.empty(2, 4096, 16, 8, size, dtype=torch.bfloat16)
+                query, new = (torch.empty(tokens, heads, size, dtype=torch.bfloat16) for heads in (32, 8))
+                call = partial(
+                    attend, query, new, new, *cache, torch.empty(seqs, 64, dtype=torch.int32),
+                    torch.empty(tokens, dtype=torch.int64), torch.empty(seqs, dtype=torch.int32),
+                    torch.empty(seqs + 1, dtype=torch.int32), scale=0.1, **options,
+                )  # fmt: skip
+                yield f"attention {size}, {tokens} of {seqs}{', windowed' if options else ''}", call
