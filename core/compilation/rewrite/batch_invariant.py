@@ -31,7 +31,6 @@ from core.errors import LoweringError, UsageError
 
 if TYPE_CHECKING:
     from core.common.ops.implementation import OpImplementation
-    from core.compilation.options import Deterministic
     from core.device import Device
 
 BLOCK = 1 << 14
@@ -73,7 +72,7 @@ def check_lowering(lowering: str | None, providers: Mapping[str, str], device: D
     return lowering or (default if default in known else min(known))
 
 
-def chooser_of(device: Device, deterministic: Deterministic | None) -> Callable[..., tuple[OpChoice, ...]]:
+def chooser_of(device: Device, deterministic: str | None) -> Callable[..., tuple[OpChoice, ...]]:
     """Return what chooses the implementations of a graph's canonical ops: `choose_implementations` or the next one."""
     if deterministic is None:
         return choose_implementations

@@ -127,9 +127,9 @@ def test_tokens_keep_their_bits(
     small_segments(monkeypatch)
     sequences = Sequences(kernel_device, dtype, (4, 2), VARIANTS[variant])
     alone = sequences.run(alike_attention.attend, ALONE)
-    for steps, sharing in ((TOGETHER, None), (CHUNKS, 1), (TOKENS, 1), (TOKENS, 2), (TOKENS, 5)):
-        found = sequences.run(partial(alike_attention.attend, sharing=sharing), steps)
-        wanted = [each for index, each in enumerate(alone) if any(s == index for step in steps for s, _, _ in step)]
+    for plan, sharing in ((TOGETHER, None), (CHUNKS, 1), (TOKENS, 1), (TOKENS, 2), (TOKENS, 5)):
+        found = sequences.run(partial(alike_attention.attend, sharing=sharing), plan)
+        wanted = [each for index, each in enumerate(alone) if any(s == index for step in plan for s, _, _ in step)]
         assert all(torch.equal(one, other[: len(one)]) for one, other in zip(found, wanted, strict=True)), sharing
 
 

@@ -35,6 +35,7 @@ _PROGRAMS = 264
 same on every GPU, whose numbers differ less then."""
 _LEAST_STEPS, _MOST_SHARES = 4, 16
 _FEW_ROWS = 64
+_BARRIER_BYTES = 1024  # what waits for tiles, where matrix units read shared memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,13 +70,18 @@ def tiles_of(num_rows: int, columns: int, depth: int, dtype: torch.dtype) -> Lin
         block_k=block_k,
         share=share,
         num_warps=4,
-        num_stages=2 if wide else 4,
+        num_stages=_num_stages(_FEW_ROWS, block_n, block_k, dtype),
         whole=shares == 1,
     )
     if num_rows <= _FEW_ROWS or wide:
         return replace(few, whole=few.whole or -(-num_rows // few.block_m) * tiles >= _PROGRAMS)
-    many = replace(few, block_m=128, num_warps=8)
+    many = replace(few, block_m=128, num_warps=8, num_stages=_num_stages(128, block_n, block_k, dtype))
     return replace(many, whole=many.whole or -(-num_rows // 128) * tiles >= launching.num_multiprocessors())
+
+
+def _num_stages(block_m: int, block_n: int, block_k: int, dtype: torch.dtype) -> int:
+    room = launching.shared_bytes() - _BARRIER_BYTES
+    return max(min(launching.num_stages(room, (block_m + block_n) * block_k * dtype.itemsize), 4), 1)
 
 
 def why_not(call: OpCall) -> str | None:

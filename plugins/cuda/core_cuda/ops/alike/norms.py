@@ -48,7 +48,7 @@ def width_condition(call: OpCall) -> str | None:
 
 def _alike(op: CanonicalOp, run: Callable[..., Any], **args: Any) -> Any:
     rows = {name: args[name] for name in ("x", "residual") if name in args}
-    evenly = {
+    evenly: dict[str, Tensor] = {
         name: x if _starts_evenly(x) else x.clone(memory_format=torch.contiguous_format) for name, x in rows.items()
     }
     found = run(config=config_of(args["x"].shape[-1]), **{**args, **evenly})
