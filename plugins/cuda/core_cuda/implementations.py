@@ -74,6 +74,7 @@ _CONDITIONS: Mapping[torch._ops.OpOverload, Condition] = {
 _ALIKE: Mapping[torch._ops.OpOverload, Condition] = {
     alike_linear.linear_alike: alike_linear.why_not,
     alike_attention.attention_alike: alike_attention.why_not,
+    alike_attention.rotary_attention_alike: alike_attention.rotary_condition,
     alike_norms.rms_norm_alike: all_of(_CONDITIONS[norm.rms_norm], alike_norms.width_condition),
     alike_norms.add_rms_norm_alike: all_of(_CONDITIONS[norm.add_rms_norm], alike_norms.width_condition),
     alike_norms.layer_norm_alike: all_of(_CONDITIONS[norm.layer_norm], alike_norms.width_condition),

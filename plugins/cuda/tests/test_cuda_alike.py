@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from core.common.ops.attention.paged import ATTENTION
+from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.implementation import OpCall
 from core.common.ops.linear.gated import LINEAR
 from tests.attention_cases import CASES, NEW, judged, steps
-from tests.kernel_cases import DTYPES, check, moved, randn
+from tests.kernel_cases import CPU, DTYPES, check, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -22,6 +23,8 @@ from core_cuda.ops.alike import linear as alike_linear
 from core_cuda.ops.alike.linear import multiply, tiles_of
 
 ROWS = (1, 2, 7, 16, 17, 64, 130)
+run_attention = partial(alike_attention._taken, alike_attention.write_and_attend)
+run_rotary_attention = partial(alike_attention._taken, alike_attention.turn_and_attend)
 
 
 pytestmark = pytest.mark.usefixtures("alike_products")
@@ -50,7 +53,14 @@ def test_rows_of_products_keep_their_bits(how: str, dtype: torch.dtype, kernel_d
 @pytest.mark.parametrize("case", [case for case in CASES if "both ways" not in case])
 def test_attention(case: str, kernel_device: torch.device) -> None:
     for sharing in (1, 3):
-        judged(ATTENTION, alike_attention.attend, steps(**CASES[case]), kernel_device, sharing=sharing)
+        judged(ATTENTION, run_attention, steps(**CASES[case]), kernel_device, sharing=sharing)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotary_attention(dtype: torch.dtype, kernel_device: torch.device) -> None:
+    for sample in ROTARY_ATTENTION.samples(dtype, CPU):
+        if alike_attention.rotary_condition(ROTARY_ATTENTION.bind((), sample.kwargs)) is None:
+            judged(ROTARY_ATTENTION, run_rotary_attention, dict(sample.kwargs), kernel_device)
 
 
 LENGTHS = (1, 5, 40, 150, 70)
@@ -126,9 +136,9 @@ def test_tokens_keep_their_bits(
 ) -> None:
     small_segments(monkeypatch)
     sequences = Sequences(kernel_device, dtype, (4, 2), VARIANTS[variant])
-    alone = sequences.run(alike_attention.attend, ALONE)
+    alone = sequences.run(run_attention, ALONE)
     for plan, sharing in ((TOGETHER, None), (CHUNKS, 1), (TOKENS, 1), (TOKENS, 2), (TOKENS, 5)):
-        found = sequences.run(partial(alike_attention.attend, sharing=sharing), plan)
+        found = sequences.run(partial(run_attention, sharing=sharing), plan)
         wanted = [each for index, each in enumerate(alone) if any(s == index for step in plan for s, _, _ in step)]
         assert all(torch.equal(one, other[: len(one)]) for one, other in zip(found, wanted, strict=True)), sharing
 
@@ -136,11 +146,9 @@ def test_tokens_keep_their_bits(
 def test_tokens_in_fp32_keep_their_bits(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     small_segments(monkeypatch)
     sequences = Sequences(kernel_device, torch.float32, (2, 1), {})
-    whole = sequences.run(alike_attention.attend, [[(3, 0, 140)]])[0]
+    whole = sequences.run(run_attention, [[(3, 0, 140)]])[0]
     for cut, sharing in ((139, 1), (139, 3), (70, 2)):
-        found = sequences.run(
-            partial(alike_attention.attend, sharing=sharing), [[(3, 0, cut)], [(1, 0, 2), (3, cut, 140)]]
-        )
+        found = sequences.run(partial(run_attention, sharing=sharing), [[(3, 0, cut)], [(1, 0, 2), (3, cut, 140)]])
         assert torch.equal(found[1], whole)
 
 
@@ -150,7 +158,7 @@ def test_segments_that_depend_on_the_step_are_seen(
     def planted(query: Tensor, **call: Any) -> Tensor:
         """Cut what a single token sees into other segments than a prompt's."""
         small_segments(monkeypatch, 32 if len(query) == 1 else 64)
-        return alike_attention.attend(query, **call)
+        return run_attention(query=query, **call)
 
     sequences = Sequences(kernel_device, torch.float32, (2, 1), {})
     alone, found = sequences.run(planted, ALONE), sequences.run(planted, TOKENS)
@@ -164,7 +172,7 @@ def test_a_step_takes_no_more_room_than_it_may(kernel_device: torch.device, monk
     sequences = Sequences(kernel_device, torch.float32, (2, 1), {})
     for most in (1 << 20, 100):
         monkeypatch.setattr(alike_attention, "_MOST_BYTES", most)
-        sequences.run(partial(alike_attention.attend, sharing=3), [[(3, 0, 1)]])
+        sequences.run(partial(run_attention, sharing=3), [[(3, 0, 1)]])
     assert [grid[2] for grid in launched if len(grid) == 3] == [3, 1]
 
 

@@ -28,7 +28,7 @@ from core_cuda.ops.alike.linear import multiply, tiles_of
 pytestmark = pytest.mark.usefixtures("alike_products")
 
 DECLARED = {each.name: each for each in IMPLEMENTATIONS if each.batch_invariant}
-BY_ROWS = sorted(set(DECLARED) - {"cuda_attention_alike"})  # test_cuda_alike.py has that
+BY_ROWS = sorted(set(DECLARED) - {"cuda_attention_alike", "cuda_rotary_attention_alike"})  # test_cuda_alike.py has that
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,11 @@ def planted(name: str, fn: Any) -> OpImplementation:
 
 def test_what_is_declared() -> None:
     ops = {each.op.partition("::")[2] for each in DECLARED.values()}
-    assert ops == {*batches.ROWS, *batches.TOKENS, "attention"} - {"quantized_linear", "weight_only_linear", "add_lora"}
+    assert ops == {*batches.ROWS, *batches.TOKENS, *batches.ATTENTION} - {
+        "quantized_linear",
+        "weight_only_linear",
+        "add_lora",
+    }
 
 
 @pytest.mark.parametrize("name", BY_ROWS)

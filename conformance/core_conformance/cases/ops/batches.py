@@ -64,7 +64,7 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
     for op in judged_ops(device):
         for of in candidates(op, device).values():
             for dtype in DTYPES if of.batch_invariant else ():
-                judge = judge_attention if op.name == "attention" else judge_rows
+                judge = judge_attention if op.name in ATTENTION else judge_rows
                 yield Case(
                     id=f"ops/{op.name}/{slug(of.name)}/batches/{dtype_name(dtype)}",
                     what=f"core::{op.name}: {of.name!r} gives a row the same bits in any batch, as it declares",
@@ -148,11 +148,16 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {"plain": {}, "window": {"window": 21}, "softcap and sinks": {"softcap": 20.0, "sinks": True}}
 )
 
+ATTENTION: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {"attention": VARIANTS, "rotary_attention": {**VARIANTS, "normed": {"normalize": True, "eps": 1e-5}}}
+)
+"""Ops over sequences, and the variants that are judged of each."""
+
 
 class _Sequences:
     """Queries, keys and values of sequences, each with its own blocks of a cache."""
 
-    def __init__(self, trial: Trial, dtype: torch.dtype, size: int, variant: Mapping[str, Any]) -> None:
+    def __init__(self, trial: Trial, op: str, dtype: torch.dtype, size: int, variant: Mapping[str, Any]) -> None:
         generator = torch.Generator().manual_seed(trial.seed)
         self.device = trial.device.torch_device
         self.lengths = [1 + (37 * index) % 90 for index in range(62)] + [150, 333]
@@ -173,12 +178,16 @@ class _Sequences:
         self.shape = (first, PAGE, KV_HEADS, size)
         sinks = torch.randn(HEADS, generator=generator).to(self.device, dtype) if variant.get("sinks") else None
         self.rest = {"scale": size**-0.5, **variant, "sinks": sinks}
+        angles = torch.outer(torch.arange(max(self.lengths)), 100.0 ** -torch.linspace(0, 1, size // 2))
+        turned = op == "rotary_attention"
+        self.tables = [each.to(self.device, dtype) for each in (angles.cos(), angles.sin())] if turned else []
         self.caches = [torch.zeros(self.shape, dtype=dtype, device=self.device) for _ in range(2)]
 
     def call(self, step: Sequence[Chunk]) -> dict[str, Any]:
         """Return the arguments of a step."""
         tokens = [torch.cat([all_of[s][a:b] for s, a, b in step]) for all_of in (self.query, self.key, self.value)]
         slots = [int(self.table[s, p // PAGE]) * PAGE + p % PAGE for s, a, b in step for p in range(a, b)]
+        at = torch.tensor([p for _, a, b in step for p in range(a, b)], device=self.device)
         starts = [0]
         for _, a, b in step:
             starts.append(starts[-1] + b - a)
@@ -188,6 +197,7 @@ class _Sequences:
 
         return {
             **dict(zip(("query", "key", "value"), tokens, strict=True)),
+            **{name: table[at] for name, table in zip(("cos", "sin"), self.tables, strict=False)},
             "key_cache": self.caches[0],
             "value_cache": self.caches[1],
             "block_table": self.table[[s for s, _, _ in step]].to(self.device),
@@ -215,9 +225,9 @@ def judge_attention(trial: Trial, *, op: CanonicalOp, of: OpImplementation, dtyp
     """Compare whole prompts, each alone, with batches of 2 to 64 sequences and with chunks down to single tokens."""
     if of.missing:
         raise NotSupported(of.missing)
-    for name, variant in VARIANTS.items():
+    for name, variant in ATTENTION[op.name].items():
         for size in (16, 72):
-            sequences = _Sequences(trial, dtype, size, variant)
+            sequences = _Sequences(trial, op.name, dtype, size, variant)
             reason = refusal(op, of.condition, sequences.call([(0, 0, 1)]))
             if reason is not None:
                 raise NotSupported(reason)

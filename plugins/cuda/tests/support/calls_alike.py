@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from core_cuda.ops.alike.attention import attend
+from core_cuda.ops.alike.attention import turn_and_attend, write_and_attend
 from core_cuda.ops.alike.linear import multiply
 
 ROWS = (1, 64, 1024)
@@ -29,9 +29,18 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                     continue
                 cache = torch.empty(2, 4096, 16, 8, size, dtype=torch.bfloat16)
                 query, new = (torch.empty(tokens, heads, size, dtype=torch.bfloat16) for heads in (32, 8))
-                call = partial(
-                    attend, query, new, new, *cache, torch.empty(seqs, 64, dtype=torch.int32),
-                    torch.empty(tokens, dtype=torch.int64), torch.empty(seqs, dtype=torch.int32),
-                    torch.empty(seqs + 1, dtype=torch.int32), scale=0.1, **options,
-                )  # fmt: skip
-                yield f"attention {size}, {tokens} of {seqs}{', windowed' if options else ''}", call
+                places = (
+                    *cache,
+                    torch.empty(seqs, 64, dtype=torch.int32),
+                    torch.empty(tokens, dtype=torch.int64),
+                    torch.empty(seqs, dtype=torch.int32),
+                    torch.empty(seqs + 1, dtype=torch.int32),
+                )
+                name = f"{size}, {tokens} of {seqs}{', windowed' if options else ''}"
+                call = partial(write_and_attend, query, new, new, *places, scale=0.1, **options)
+                yield f"attention {name}", call
+                if size == 128 and not options:
+                    table, weight = torch.empty(tokens, size, dtype=torch.bfloat16), new[0, 0]
+                    norm = {"normalize": True, "query_weight": weight, "key_weight": weight, "eps": 1e-5}
+                    turned = (query, new, new, table, table, *places)
+                    yield f"rotary attention {name}", partial(turn_and_attend, *turned, scale=0.1, **norm)

@@ -30,11 +30,11 @@ from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.workspace import counters
 
-_PROGRAMS = 264
-"""Programs among which K is shared out where a weight has few columns: two for each multiprocessor of an H100, and the
-same on every GPU, whose numbers differ less then."""
+_PROGRAMS = 132
+"""Programs among which K is shared out where a weight has few columns: one for each multiprocessor of an H100, and the
+same on every GPU, so that their numbers do not differ by that."""
 _LEAST_STEPS, _MOST_SHARES = 4, 16
-_FEW_ROWS = 64
+_FEW_ROWS, _MANY_ROWS = 64, 512
 _BARRIER_BYTES = 1024  # what waits for tiles, where matrix units read shared memory
 
 
@@ -62,7 +62,7 @@ def tiles_of(num_rows: int, columns: int, depth: int, dtype: torch.dtype) -> Lin
     wide = dtype == torch.float32  # on the ordinary units, which hold fewer numbers
     block_n, block_k = (64, 16) if wide else (128, 64)
     steps, tiles = -(-depth // block_k), -(-columns // block_n)
-    shares = min(max(_PROGRAMS // max(tiles, 1), 1), max(steps // _LEAST_STEPS, 1), _MOST_SHARES)
+    shares = min(max(round(_PROGRAMS / max(tiles, 1)), 1), max(steps // _LEAST_STEPS, 1), _MOST_SHARES)
     share = max(-(-steps // shares), 1) * block_k
     few = LinearTiles(
         block_m=32 if wide else _FEW_ROWS,
@@ -75,8 +75,11 @@ def tiles_of(num_rows: int, columns: int, depth: int, dtype: torch.dtype) -> Lin
     )
     if num_rows <= _FEW_ROWS or wide:
         return replace(few, whole=few.whole or -(-num_rows // few.block_m) * tiles >= _PROGRAMS)
-    many = replace(few, block_m=128, num_warps=8, num_stages=_num_stages(128, block_n, block_k, dtype))
-    return replace(many, whole=many.whole or -(-num_rows // 128) * tiles >= launching.num_multiprocessors())
+    # A result of several shares has two of everything that is summed, for which registers have no room in tall tiles.
+    tall = shares == 1 and num_rows >= _MANY_ROWS and launching.has_shared_operands()
+    height = 256 if tall else 128
+    many = replace(few, block_m=height, num_warps=8, num_stages=_num_stages(height, block_n, block_k, dtype))
+    return replace(many, whole=many.whole or -(-num_rows // height) * tiles >= _PROGRAMS)
 
 
 def _num_stages(block_m: int, block_n: int, block_k: int, dtype: torch.dtype) -> int:
