@@ -16,7 +16,7 @@ from core.common.ops.attention.paged import ATTENTION
 from core.common.ops.attention.rotary import ROTARY_ATTENTION
 from core.common.ops.implementation import OpCall
 from core_cuda.ops import launching
-from core_cuda.ops.alike.attention_kernel import Form, attention_kernel, join_kernel
+from core_cuda.ops.alike.attention_kernel import Form, alike_attention_kernel, join_kernel
 from core_cuda.ops.attention import prefill
 from core_cuda.ops.cache_write import write_cache
 from core_cuda.ops.registration import kernel_of
@@ -117,8 +117,8 @@ def attend(
     block_b = triton.next_power_of_2(num_seqs + 1)
     of_scores = scale / softcap if softcap else scale * _LOG2_E
     launching.launch(
-        attention_kernel, grid, query, key_cache, value_cache, block_table, seq_lens, query_starts, sinks, out, partial,
-        num_tokens, num_seqs, of_scores, softcap * _LOG2_E, window, *query.stride()[:2], *key_cache.stride()[1:3],
+        alike_attention_kernel, grid, query, key_cache, value_cache, block_table, seq_lens, query_starts, sinks, out,
+        partial, num_tokens, num_seqs, of_scores, softcap * _LOG2_E, window, *query.stride()[:2], *key_cache.stride()[1:3],
         *value_cache.stride()[1:3], block_table.stride(0), FORM=form, BLOCK_B=block_b, num_warps=_num_warps(form),
     )  # fmt: skip
     if form.shared:

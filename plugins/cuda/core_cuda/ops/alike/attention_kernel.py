@@ -134,7 +134,7 @@ def _rows(query_starts, seq_lens, num_tokens, num_seqs, window, FORM: tl.constex
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs", "window"])
-def attention_kernel(
+def alike_attention_kernel(
     query, key_cache, value_cache, block_table, seq_lens, query_starts, sinks, out, partial, num_tokens, num_seqs,
     scale, softcap, window, stride_query_t, stride_query_h, stride_key_slot, stride_key_head, stride_value_slot,
     stride_value_head, stride_table, FORM: tl.constexpr, BLOCK_B: tl.constexpr, OVERLAP: tl.constexpr,
@@ -191,7 +191,7 @@ def join_kernel(
     seq_lens, query_starts, sinks, out, partial, num_tokens, num_seqs, window, FORM: tl.constexpr,
     BLOCK_B: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Join the segments that `attention_kernel` left in `partial`, in their order, and write the rows of out."""
+    """Join the segments that `alike_attention_kernel` left in `partial`, in their order, and write the rows of out."""
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     _, places, heads, real, _, low, stop = _rows(query_starts, seq_lens, num_tokens, num_seqs, window, FORM, BLOCK_B)

@@ -35,6 +35,8 @@ _PROGRAMS = 132
 same on every GPU, so that their numbers do not differ by that."""
 _LEAST_STEPS, _MOST_SHARES = 4, 16
 _FEW_ROWS, _MANY_ROWS = 64, 512
+_ROWS_IN_INSTRUCTION = (10, 11)
+"""Major compute capabilities whose instruction is as tall as the tile, so that there is one height for all rows."""
 _BARRIER_BYTES = 1024  # what waits for tiles, where matrix units read shared memory
 
 
@@ -73,7 +75,7 @@ def tiles_of(num_rows: int, columns: int, depth: int, dtype: torch.dtype) -> Lin
         num_stages=_num_stages(_FEW_ROWS, block_n, block_k, dtype),
         whole=shares == 1,
     )
-    if num_rows <= _FEW_ROWS or wide:
+    if num_rows <= _FEW_ROWS or wide or launching.capability()[0] in _ROWS_IN_INSTRUCTION:
         return replace(few, whole=few.whole or -(-num_rows // few.block_m) * tiles >= _PROGRAMS)
     # A result of several shares has two of everything that is summed, for which registers have no room in tall tiles.
     tall = shares == 1 and num_rows >= _MANY_ROWS and launching.has_shared_operands()
@@ -114,7 +116,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: LinearTiles 
     partial = torch.empty((shares, num_rows, columns) if shared else 0, dtype=torch.float32, device=x.device)
     arrived = counters(grid[0] * grid[1], x.device) if shared else partial
     launching.launch(
-        _kernel, grid, rows, weight, bias, out, partial, arrived,
+        alike_linear_kernel, grid, rows, weight, bias, out, partial, arrived,
         num_rows, columns, depth, rows.stride(0), *weight.stride(), tiles.share, shares,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, EVEN_K=depth % tiles.block_k == 0,
         SHARED=shared, MANY=shares > 1, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -144,7 +146,7 @@ def _share(x_tile, w_tile, begin, end, K, stride_k, live, BLOCK_M: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["M"])  # one kernel for all numbers of rows
-def _kernel(
+def alike_linear_kernel(
     x, weight, bias, out, partial, arrived, M, N, K, stride_x, stride_n, stride_k, share, shares,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SHARED: tl.constexpr,
     MANY: tl.constexpr, OVERLAP: tl.constexpr,
