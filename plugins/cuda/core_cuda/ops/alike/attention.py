@@ -118,8 +118,9 @@ def attend(
     of_scores = scale / softcap if softcap else scale * _LOG2_E
     launching.launch(
         alike_attention_kernel, grid, query, key_cache, value_cache, block_table, seq_lens, query_starts, sinks, out,
-        partial, num_tokens, num_seqs, of_scores, softcap * _LOG2_E, window, *query.stride()[:2], *key_cache.stride()[1:3],
-        *value_cache.stride()[1:3], block_table.stride(0), FORM=form, BLOCK_B=block_b, num_warps=_num_warps(form),
+        partial, num_tokens, num_seqs, of_scores, softcap * _LOG2_E, window, *query.stride()[:2],
+        *key_cache.stride()[1:3], *value_cache.stride()[1:3], block_table.stride(0),
+        FORM=form, BLOCK_B=block_b, num_warps=_num_warps(form),
     )  # fmt: skip
     if form.shared:
         launching.launch(
