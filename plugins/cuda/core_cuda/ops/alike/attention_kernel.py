@@ -201,7 +201,7 @@ def join_kernel(
     v = tl.arange(0, V)
     inside = real[:, None] & (v < FORM.v)[None, :]
     top, total, acc = _nothing(FORM)
-    for number in tl.range(0, tl.cdiv(stop, FORM.segment) - low // FORM.segment, loop_unroll_factor=4):
+    for number in tl.range(0, tl.cdiv(stop, FORM.segment) - low // FORM.segment, loop_unroll_factor=2):
         kept = partial + ((number * num_tokens + places) * num_heads + heads) * (FORM.v + 2)
         own_total = tl.load(kept, mask=real, other=0.0)
         own_top = tl.load(kept + 1, mask=real, other=float("-inf"))
