@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from core.common.conformance import ConformanceProfile
-from core.common.ops.declaration import CanonicalOp, Sample
+from core.common.ops.declaration import CanonicalOp, Sample, declared_ops
 from core.common.ops.implementation import OpImplementation
 from core.device import Device
 from core.host.selection import select_device
 from core_conformance.cases.ops import batches
 from core_conformance.trial import Trial
 from tests.conformance.support import run_case
+from tests.kernel_cases import CPU, check
 from tests.support import cpu
 
 pytest.importorskip("triton", reason="needs triton")
@@ -97,3 +98,13 @@ def test_kernels_whose_threads_or_tiles_the_number_of_rows_decides_declare_nothi
     plain = {"cuda_rms_norm", "cuda_linear", "cuda_attention", "cuda_qk_norm_rotary", "cuda_grouped_mlp"}
     assert plain <= {each.name for each in IMPLEMENTATIONS if not each.batch_invariant}
     assert all(each.on_request for each in DECLARED.values() if each.name.endswith("_alike"))
+
+
+@pytest.mark.parametrize("name", ["linear", "rms_norm", "add_rms_norm", "layer_norm"])
+def test_samples_agree_with_the_reference(name: str, kernel_device: torch.device) -> None:
+    of = DECLARED[f"cuda_{name}_alike"]
+    op = declared_ops()[of.op]
+    taken = [dict(each.kwargs) for each in op.samples(torch.bfloat16, CPU)]
+    taken = [call for call in taken if of.condition(op.bind((), call)) is None]
+    assert len(taken) > 1
+    check(op, of.fn, taken, kernel_device)
