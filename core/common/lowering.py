@@ -119,6 +119,18 @@ BeginLowering = Callable[[LoweringRequest], "Steps[FlatCallable]"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OwnOps:
+    """How a device computes torch's own ops, of those that `core/compilation/rewrite/invariant_ops.py` lists."""
+
+    #: ops whose kernels sum a row, or choose among equals, in an order that the number of rows decides, by the names in
+    #: that file: in programs of `deterministic="batch"` they are refused
+    by_batch: frozenset[str] = frozenset()
+    #: whether functions, such as exp, give a number the same bits wherever in a tensor it stands. Where not, such
+    #: programs call them on whole vectors
+    functions_alike: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Lowerings:
     """The lowerings of a device."""
 
@@ -136,6 +148,8 @@ class Lowerings:
     #: lowerings under which the ops of torch that are listed in `core/compilation/rewrite/invariant_ops.py` compute a
     #: row the same in every bit, whatever other rows there are: programs of `deterministic="batch"` use no others
     batch_invariant: frozenset[str] = frozenset()
+    #: what else of torch's own ops on this device such programs have to know
+    own_ops: OwnOps = field(default_factory=OwnOps)
     #: why the default is not the lowering that the device prefers; noted by programs that use the default unasked
     instead: str = ""
 

@@ -107,6 +107,7 @@ def rewriter_of(request: CompileRequest) -> Rewriter:
         strict=options.strict,
         verify=options.verify,
         providers=options.providers,
+        batch_invariant=options.deterministic is not None,
     )
 
 

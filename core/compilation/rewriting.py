@@ -96,19 +96,23 @@ class Rewriter:
         strict: bool = False,
         verify: Verify = "off",
         providers: Mapping[str, str] | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """Choose and order the passes; raise `UsageError` for names that no pass has.
 
-        providers: names of the implementations that the user wants, by op.
+        providers: names of the implementations that the user wants, by op. batch_invariant: leave passes out whose
+        kernels can't declare themselves so, where they are not asked for by name.
         """
-        switches = switches or PassSwitches()
+        switches, passes = switches or PassSwitches(), device_passes(device)
+        asked = (*(switches.only or ()), *switches.enable)
+        own = (each.name for each in passes if each.traits.own_kernels and each.name not in asked)
         self._implemented = implemented_ops(device.ops, providers or {})
         self._verify = verify
         self.manager = PassManager(
-            device_passes(device),
+            passes,
             strict=strict,
             only=switches.only,
-            disable=switches.disable,
+            disable=(*switches.disable, *(own if batch_invariant else ())),
             enable=switches.enable,
             capabilities=device.capabilities,
             implemented=self._implemented,

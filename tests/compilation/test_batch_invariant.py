@@ -12,11 +12,14 @@ from torch import Tensor, fx, nn
 
 import core
 import core.common.ops.canonical  # declares the ops
-from core.common.lowering import INLINE
+from core.common.lowering import INLINE, OwnOps
 from core.common.ops.declaration import declared_ops
+from core.common.passes import Pass, PassContext, PassResult, PassTraits
 from core.compilation.options import CompileOptions
 from core.compilation.rewrite.batch_invariant import choose_invariant, in_vectors
 from core.compilation.rewrite.invariant_ops import REDUCTIONS
+from core.compilation.rewrite.order import PassSwitches
+from core.compilation.rewriting import Rewriter
 from core.errors import LoweringError, UsageError
 from core.host.selection import select_device
 from tests.recording import acme
@@ -263,3 +266,42 @@ def test_its_value_is_checked() -> None:
 def test_a_provider_that_declares_it_may_be_named() -> None:
     program = program_of(Layers(), replace(BATCH, providers={"core::linear": "cpu_linear_alike"}))
     assert program(torch.ones(3, 45)).shape == (3, 45)
+
+
+class Softmax(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(x.softmax(-1) - x.mean(-1, keepdim=True))
+
+
+def test_a_device_says_which_ops_of_torch_do_not_keep_a_row() -> None:
+    def on(**own_ops: Any) -> Any:
+        lowerings = replace(INLINE, batch_invariant=frozenset({"inline"}), own_ops=OwnOps(**own_ops))
+        return replace(select_device("cpu"), lowerings=lowerings)
+
+    assert program_of(Softmax(), device=on(by_batch=frozenset({"sum"})))(torch.ones(3, 45)).shape == (3, 45)
+    with refused(LoweringError, "mean: node 'mean' calls it, and this device's kernels order"):
+        program_of(Softmax(), device=on(by_batch=frozenset({"mean"})))
+
+
+def test_functions_are_called_as_they_stand_where_the_device_keeps_their_bits() -> None:
+    def graph() -> fx.GraphModule:
+        made = fx.Graph()
+        made.output(made.call_method("exp", (made.placeholder("x"),)))
+        return fx.GraphModule({}, made)
+
+    for alike, target in ((False, in_vectors), (True, "exp")):
+        module = graph()
+        choose_invariant(module, (), own_ops=OwnOps(functions_alike=alike))
+        assert [node.target for node in module.graph.nodes][1] == target
+
+
+def test_passes_of_own_kernels_are_left_out_unless_they_are_asked_for() -> None:
+    def run(context: PassContext) -> PassResult:
+        return PassResult(matched=0)
+
+    bare = Pass(name="own", run=run, owner="here", traits=PassTraits(own_kernels=True))
+    device = cpu(passes=(*select_device("cpu").passes, bare))
+    assert "own" in {each.name for each in Rewriter(device).manager.passes}
+    assert "own" not in {each.name for each in Rewriter(device, batch_invariant=True).manager.passes}
+    asked = PassSwitches(enable=("own",))
+    assert "own" in {each.name for each in Rewriter(device, asked, batch_invariant=True).manager.passes}

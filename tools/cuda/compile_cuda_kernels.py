@@ -5,7 +5,8 @@
 A FILE defines `calls() -> Iterator[tuple[str, Callable[[], object]]]`: calls of ops on tensors of the host, whose
 shapes and dtypes decide what is compiled; nothing is launched. NAMEs choose the calls whose names hold one of them.
 Prints a JSON line per compiled kernel: call, kernel, num_warps, num_stages, shared (bytes per block), tensor (columns
-of tensor memory), registers (per thread), stack (bytes per thread: spilled registers). Kernels that may overlap with
+of tensor memory), registers (per thread), stack (bytes per thread: spilled registers), products (instructions of the
+matrix units, by their sizes). Kernels that may overlap with
 the one before also have early, declared and faults (overlap_rule.py). A call that does not compile has a line with its
 error instead, and the exit status is 1.
 """
@@ -70,6 +71,11 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(registers[1]), int(stack[1])
 
 
+def _products(ptx: str) -> list[str]:
+    """Return the kinds of instructions of the matrix units, with the sizes of what each multiplies."""
+    return sorted(set(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\.[\w.:]+", ptx)))
+
+
 @contextmanager
 def compile_only(capability: int, tell: Callable[[dict[str, Any]], None] | None = None) -> Iterator[None]:
     """Compile in place of launching, for GPUs of this compute capability (90 is 9.0); tell what each kernel takes.
@@ -96,7 +102,7 @@ def compile_only(capability: int, tell: Callable[[dict[str, Any]], None] | None 
             told = {"kernel": kernel.__name__, "grid": list(grid), "num_warps": made.metadata.num_warps}
             told |= {"num_stages": made.metadata.num_stages, "shared": made.metadata.shared}
             told |= {"tensor": getattr(made.metadata, "tmem_size", None) or 0}
-            told |= {"registers": registers, "stack": stack}
+            told |= {"registers": registers, "stack": stack, "products": _products(made.asm["ptx"])}
             tell(told | (overlap(kernel, made, before) if options.get("OVERLAP") else {}))
         before = kernel.__name__
 

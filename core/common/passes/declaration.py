@@ -51,6 +51,9 @@ class PassTraits:
     #: Whether the pass may read the content of constants, not only their memory layout. A cached graph is then reused
     #: only for equal contents.
     reads_content: bool = True
+    #: Whether the pass brings calls of kernels that implement no canonical op, and so can't declare themselves
+    #: batch-invariant: programs of `deterministic="batch"` leave it out.
+    own_kernels: bool = False
     #: Analyses to compute before the pass.
     requires: frozenset[str] = frozenset()
     #: Analyses that stay valid although the pass changed the graph.

@@ -15,13 +15,13 @@ from core.compilation.arguments import check_breaks
 from core.compilation.cache.program_cache import CachedGraph
 from core.compilation.capture.pieces import mark_breaks, op_names
 from core.compilation.capture.plan import TracedCropper
-from core.compilation.implementations import choose_implementations, unmet
+from core.compilation.implementations import unmet
 from core.compilation.phases.bucket_lowering import BucketLowering
 from core.compilation.phases.counted import MAX_WAYS, CountedRun, first_uncovered, flat_outputs, same_structure
 from core.compilation.phases.dividing import divided
 from core.compilation.phases.phase import Runnable
 from core.compilation.report import TraceReport
-from core.compilation.rewrite.batch_invariant import choose_invariant
+from core.compilation.rewrite.batch_invariant import chooser_of
 from core.compilation.rewrite.stated import check_runnable
 from core.compilation.rewriting import bound_constants
 from core.compilation.trace.counters import put_back
@@ -214,7 +214,7 @@ class TracedPhase:
         providers = options.providers or {}
         start = time.perf_counter()
         with _blaming(rewritten.passes):
-            choose = choose_implementations if options.deterministic is None else choose_invariant
+            choose = chooser_of(self._request.device, options.deterministic)
             bound, module = bound_constants(rewritten.traced), rewritten.traced.module
             ops = choose(module, self._request.device.ops, mark=break_names, providers=providers, constants=bound)
         for note in unmet(ops, providers):

@@ -3,9 +3,10 @@
 What differs between batches is the order of sums. Products of matrices and attention choose it by their sizes, so they
 run by implementations that declare `batch_invariant`, one for all sizes; nothing is timed, since two buckets could get
 two of them. Of torch's own ops, those pass that compute each number from its own operands, or a row from itself: they
-are listed in `invariant_ops.py`, and a graph with any other is refused. Functions that vector code approximates are
-called on whole vectors, in blocks below the size from which torch shares work out: the end of a share, and the numbers
-of a tensor that fill no vector, are computed by other code than the rest.
+are listed in `invariant_ops.py`, less those that the device says its kernels compute otherwise (`OwnOps`), and a graph
+with any other is refused. Functions that vector code approximates are called on whole vectors, in blocks below the size
+from which torch shares work out: the end of a share, and the numbers of a tensor that fill no vector, are computed by
+other code than the rest. Devices on which they are not say so too.
 
 The cause and the cure are He et al., Defeating Nondeterminism in LLM Inference (Thinking Machines Lab, 2025).
 """
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from core.common.lowering import OwnOps
 from core.common.ops.declaration import declared_ops
 from core.common.passes.constants import Constants
 from core.compilation.implementations import REFERENCE, OpChoice, choose_implementations
@@ -35,6 +37,8 @@ BLOCK = 1 << 14
 """Numbers in a call of a function: half of what torch gives a thread at least (`at::internal::GRAIN_SIZE`)."""
 VECTOR = 64
 """Calls are of multiples of so many numbers: twice the widest vector of 8-bit numbers torch's loops take at a time."""
+NO_DIFFERENCE = OwnOps()
+"""Of a device on which every op of torch that is listed is as listed."""
 _BY_ROWS = frozenset({"core::argmax", "core::sample"})
 """Canonical ops whose references are made of what passes here."""
 
@@ -68,6 +72,13 @@ def check_lowering(lowering: str | None, providers: Mapping[str, str], device: D
     return lowering or (default if default in known else min(known))
 
 
+def chooser_of(device: Device, deterministic: str | None) -> Callable[..., tuple[OpChoice, ...]]:
+    """Return what chooses the implementations of a graph's canonical ops: `choose_implementations` or the next one."""
+    if deterministic is None:
+        return choose_implementations
+    return functools.partial(choose_invariant, own_ops=device.lowerings.own_ops)
+
+
 def choose_invariant(
     graph: fx.GraphModule,
     implementations: Sequence[OpImplementation],
@@ -75,19 +86,25 @@ def choose_invariant(
     mark: Collection[str] = (),
     providers: Mapping[str, str] = MappingProxyType({}),
     constants: Constants | None = None,
+    own_ops: OwnOps = NO_DIFFERENCE,
 ) -> tuple[OpChoice, ...]:
-    """Do what `choose_implementations` does, among those that declare themselves batch-invariant; `settle` the rest."""
+    """Do what `choose_implementations` does, among those that declare themselves batch-invariant; `settle` the rest.
+
+    own_ops: how the device computes torch's own ops.
+    """
     own = tuple(replace(each, on_request=False) for each in implementations if each.batch_invariant)
     choices = choose_implementations(graph, own, mark=mark, providers=providers, constants=constants)
-    settle(graph, choices, own)
+    settle(graph, choices, own, own_ops)
     return choices
 
 
-def settle(graph: fx.GraphModule, choices: Sequence[OpChoice], chosen: Sequence[OpImplementation]) -> None:
+def settle(
+    graph: fx.GraphModule, choices: Sequence[OpChoice], chosen: Sequence[OpImplementation], own_ops: OwnOps
+) -> None:
     """Make what is left of torch's ops in a graph batch-invariant, in place; its canonical ops have implementations.
 
-    choices: of the graph's canonical ops. chosen: the implementations that were allowed. Raises `LoweringError` with
-    the first ops that are not known to be.
+    choices: of the graph's canonical ops. chosen: the implementations that were allowed. own_ops: as for
+    `choose_invariant`. Raises `LoweringError` with the first ops that are not known to be.
     """
     wrong: dict[str, str] = {}
     for choice in choices:
@@ -103,10 +120,10 @@ def settle(graph: fx.GraphModule, choices: Sequence[OpChoice], chosen: Sequence[
             wrong.setdefault(str(node.target), "a module that was not traced")
         if node.op not in ("call_function", "call_method") or node.target in targets:
             continue
-        reason = why_not(node)
+        reason = why_not(node, own_ops.by_batch)
         if reason:
             wrong.setdefault(name_of(node), f"node {node.name!r} calls it{reason}")
-        elif is_function(node):
+        elif is_function(node) and not own_ops.functions_alike:
             _in_vectors(node)
     if wrong:
         raise LoweringError(

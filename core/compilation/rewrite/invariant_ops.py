@@ -8,6 +8,7 @@ many numbers that torch shares it out among threads is another sum too.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -53,12 +54,15 @@ FUNCTIONS = _names("""
 _PRODUCTS = _names("matmul bmm mm addmm baddbmm einsum linear mv dot inner outer tensordot")
 
 
-def why_not(node: fx.Node) -> str:
+def why_not(node: fx.Node, by_batch: Collection[str] = ()) -> str:
     """Return why a call of one of torch's ops does not keep the bits of rows, as told behind "calls it"; "" if it does.
 
-    Calls for which `is_function` holds do only as `in_vectors` has them.
+    by_batch: names of ops whose order the number of rows decides on the device, of floating-point results. Calls for
+    which `is_function` holds do only as `in_vectors` has them, unless the device says otherwise (`OwnOps`).
     """
     name = name_of(node)
+    if name in by_batch and not _is_of_whole_numbers(node):
+        return ", and this device's kernels order what it sums or compares by the number of rows"
     if name in FUNCTIONS:
         return ", and writes its result in place" if _in_place(node) else ""
     if name in REDUCTIONS:
@@ -110,10 +114,15 @@ def _adds_up(node: fx.Node) -> bool:
     )
 
 
-def _why_not_along_rows(node: fx.Node, name: str) -> str:
+def _is_of_whole_numbers(node: fx.Node) -> bool:
+    """Tell whether a call's result is a tensor of whole numbers, which add up alike in any order."""
     value = value_of(node)
-    if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
-        return ""  # whole numbers add up alike in any order
+    return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+
+
+def _why_not_along_rows(node: fx.Node, name: str) -> str:
+    if _is_of_whole_numbers(node):
+        return ""
     source = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
     given = value_of(source)
     if not isinstance(given, Tensor):

@@ -11,6 +11,9 @@ import torch
 
 from core.common.ops.implementation import Condition, OpImplementation, always
 from core_cuda.ops import activation, quantize
+from core_cuda.ops.alike import attention as alike_attention
+from core_cuda.ops.alike import linear as alike_linear
+from core_cuda.ops.alike import norms as alike_norms
 from core_cuda.ops.attention import paged as attention
 from core_cuda.ops.conditions import all_of, code_dtype, code_regions, computes_in_fp32, dtypes
 from core_cuda.ops.linear import lora, weight_only
@@ -68,6 +71,28 @@ _CONDITIONS: Mapping[torch._ops.OpOverload, Condition] = {
 }
 """Kernels, the preferred one of an op first, and the calls that each one takes."""
 
+_ALIKE: Mapping[torch._ops.OpOverload, Condition] = {
+    alike_linear.linear_alike: alike_linear.why_not,
+    alike_attention.attention_alike: alike_attention.why_not,
+    alike_attention.rotary_attention_alike: alike_attention.rotary_condition,
+    alike_norms.rms_norm_alike: all_of(_CONDITIONS[norm.rms_norm], alike_norms.width_condition),
+    alike_norms.add_rms_norm_alike: all_of(_CONDITIONS[norm.add_rms_norm], alike_norms.width_condition),
+    alike_norms.layer_norm_alike: all_of(_CONDITIONS[norm.layer_norm], alike_norms.width_condition),
+    grouped_mlp.grouped_mlp_alike: grouped_mlp.grouped_mlp_condition,
+}
+"""Kernels whose sums of a row have one order whatever other rows there are, for `deterministic="batch"`: others are
+faster."""
+
+_ALIKE_TOO = frozenset(
+    {
+        *(activation.gated_activation, activation.gated_activation_fused),
+        *(rotary.rotary, rotary.rotary_single, rotary_table.rotary_table),
+        *(moe_route.moe_route, sampling.sample, argmax.argmax),
+    }
+)
+"""Kernels that are so by themselves: they compute each number from its own operands, or a row by one program whatever
+their number, or choose a token by sums of integers."""
+
 _TIMED: Mapping[torch._ops.OpOverload, Condition] = {
     linear.linear_other: linear.other_timed,
     linear.gated_linear_other: linear.other_timed,
@@ -89,6 +114,8 @@ IMPLEMENTATIONS = tuple(
         condition=condition,
         timed=_TIMED.get(kernel, always),
         slack=_SLACK.get(kernel, 1.0),
+        batch_invariant=kernel in _ALIKE_TOO or kernel in _ALIKE,
+        on_request=kernel in _ALIKE,
     )
-    for kernel, condition in _CONDITIONS.items()
+    for kernel, condition in (*_CONDITIONS.items(), *_ALIKE.items())
 )

@@ -32,6 +32,24 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         yield torch.device("cpu")
 
 
+@pytest.fixture
+def alike_products(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the interpreter compute each number of a product alike, as matrix units do: numpy's library does not."""
+    if kernel_device.type != "cpu":
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        first, second = (x.data if x.dtype.scalar == tl.float32 else self.cast_impl(x, tl.float32).data for x in (a, b))
+        found = d.data.copy()
+        for k in range(first.shape[1]):
+            found += first[:, k, None] * second[None, k, :]
+        return interpreter.TensorHandle(found, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
 def _mend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mend the interpreters of Triton 3.6 and 3.7, of which test_cuda_triton.py has a test for each point.
 

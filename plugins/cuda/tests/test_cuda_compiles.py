@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "rotary": ("8b", "1b", "qwen"),
     "recurrent": (),
     "flashinfer": (),
+    "alike": (),
 }
 """By family the words that a call's name must hold one of; none takes all."""
 KERNELS: dict[str, set[str]] = {
@@ -71,6 +73,7 @@ KERNELS: dict[str, set[str]] = {
         *("_rows_kernel", "_chunks_kernel", "_features_kernel"),
     },
     "flashinfer": {"tiles_kernel", "chunks_kernel", "works_kernel"},
+    "alike": {"alike_linear_kernel", "alike_attention_kernel", "join_kernel", "rotary_kernel", "_write_kernel"},
 }
 """By family the kernels that its calls launch."""
 
@@ -95,6 +98,7 @@ OTHERS = (
     *("qwen3 pairs 64", "qwen3 sum 64", "qwen3 shared gate 64"),
     *("qwen3 8 experts", "qwen3 32768 experts"),
     *("convolution 64", "delta 64", "kimi 1", "state space 64"),
+    *("alike linear 1024 x 6144", "alike attention 128, 64"),
     *("8b rotary 64", "8b table 64", "8b qk norm 64", "8b codes, half 64"),
 )
 """Words of the calls that are compiled for other capabilities, of all families."""
@@ -155,6 +159,18 @@ def test_kernels_compile_and_fit_other_capabilities(capability: int) -> None:
     coded = {kernel["call"] for kernel in found if any(word in kernel["call"] for word in IN_CODES)}
     assert set(failed) == (coded if capability < 89 else set())
     assert all("fp8e4nv not supported" in error for error in failed.values())
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("capability", [80, 90])
+def test_what_computes_rows_alike_has_the_same_products_for_any_number(capability: int) -> None:
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for kernel in compiled(capability, file_of("alike"), "bfloat16", "alike attention", failing=False):
+        if kernel["kernel"] in ("alike_linear_kernel", "alike_attention_kernel"):
+            shape = re.sub(r"(linear|, )[\d ]+(x|of \d+)", r"\1", kernel["call"])  # all but the number of rows
+            found.setdefault(shape, set()).add(tuple(kernel["products"]))
+    assert len(found) >= 6
+    assert all(len(each) == 1 and next(iter(each)) for each in found.values()), found
 
 
 def _is_gluon_kernel(node: ast.FunctionDef) -> bool:

@@ -38,10 +38,25 @@ ROWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "layer_norm": ("x",),
         "add_rms_norm": ("x", "residual"),
         "gated_activation": ("gate", "up"),
+        "gated_activation_fused": ("gate_up",),
         "add_lora": ("base", "x", "slots"),
+        "moe_route": ("logits",),
+        "grouped_mlp": ("x", "weights", "indices"),
+        "argmax": ("logits",),
+        "sample": ("logits", "sampling_params"),
     }
 )
 """Ops whose results have one row for each row of these arguments, all dimensions but the last taken together."""
+
+TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "rotary": ("query", "key", "cos", "sin"),
+        "rotary_single": ("x", "cos", "sin"),
+        "rotary_table": ("positions",),
+    }
+)
+"""Ops whose results have one entry of the first dimension for each of these arguments; calls in which these arguments
+have other first dimensions are left out."""
 
 
 def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
@@ -49,7 +64,7 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
     for op in judged_ops(device):
         for of in candidates(op, device).values():
             for dtype in DTYPES if of.batch_invariant else ():
-                judge = judge_attention if op.name == "attention" else judge_rows
+                judge = judge_attention if op.name in ATTENTION else judge_rows
                 yield Case(
                     id=f"ops/{op.name}/{slug(of.name)}/batches/{dtype_name(dtype)}",
                     what=f"core::{op.name}: {of.name!r} gives a row the same bits in any batch, as it declares",
@@ -62,12 +77,14 @@ def judge_rows(trial: Trial, *, op: CanonicalOp, of: OpImplementation, dtype: to
     """Compare each batch with the same rows of the largest, where the op's calls take it."""
     if of.missing:
         raise NotSupported(of.missing)
-    if op.name not in ROWS:
+    if op.name not in {**ROWS, **TOKENS}:
         trial.fail("it declares itself batch-invariant, and the suite knows no batches of this op")
         return
     refused: dict[str, str] = {}
     judged = 0
     for sample in calls(op, dtype, trial.device.torch_device, trial.seed):
+        if op.name in TOKENS and len({sample.kwargs[name].shape[0] for name in TOKENS[op.name]}) > 1:
+            continue
         many = _widened(op, sample.kwargs, max(BATCHES))
         answers = {count: refusal(op, of.condition, _rows(op, many, 0, count)) for count in (1, 8, max(BATCHES))}
         if len({reason is None for reason in answers.values()}) > 1:
@@ -104,22 +121,23 @@ def _run(of: OpImplementation, kwargs: Mapping[str, Any]) -> list[Tensor]:
 def _widened(op: CanonicalOp, kwargs: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Return a call with so many rows: those of the sample, scaled differently each time that they come again."""
     made = dict(kwargs)
-    for name in ROWS[op.name]:
-        given: Tensor = kwargs[name]
-        is_number = not given.is_floating_point()  # one for each row
-        x = given[:, None] if is_number else given.reshape(-1, given.shape[-1])
+    for name in {**ROWS, **TOKENS}[op.name]:
+        x: Tensor = kwargs[name]
+        if op.name in ROWS and (x.is_floating_point() or x.dim() > 1):  # else one number for each row
+            x = x.reshape(-1, x.shape[-1])
         if not len(x):
-            x = x.new_ones((1, x.shape[-1]))
+            x = x.new_ones((1, *x.shape[1:]))
         times = -(-count // len(x))
-        factors = torch.linspace(0.5, 1.5, times * len(x), device=x.device)[:, None]
-        many = x.repeat(times, 1)
-        many = many if is_number else (many.float() * factors).to(x.dtype)
-        made[name] = (many[:, 0] if is_number else many)[:count].contiguous()
+        many = x.repeat(times, *(1 for _ in x.shape[1:]))
+        if x.is_floating_point():
+            factors = torch.linspace(0.5, 1.5, len(many), device=x.device).view(-1, *(1 for _ in x.shape[1:]))
+            many = (many.float() * factors).to(x.dtype)
+        made[name] = many[:count].contiguous()
     return made
 
 
 def _rows(op: CanonicalOp, kwargs: Mapping[str, Any], first: int, count: int) -> dict[str, Any]:
-    chosen = {name: kwargs[name][first : first + count] for name in ROWS[op.name]}
+    chosen = {name: kwargs[name][first : first + count] for name in {**ROWS, **TOKENS}[op.name]}
     return {**kwargs, **chosen}
 
 
@@ -135,11 +153,16 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 
+ATTENTION: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {"attention": VARIANTS, "rotary_attention": {**VARIANTS, "normed": {"normalize": True, "eps": 1e-5}}}
+)
+"""Ops over sequences, and the variants that are judged of each."""
+
 
 class _Sequences:
     """Queries, keys and values of sequences, each with its own blocks of a cache."""
 
-    def __init__(self, trial: Trial, dtype: torch.dtype, size: int, variant: Mapping[str, Any]) -> None:
+    def __init__(self, trial: Trial, op: str, dtype: torch.dtype, size: int, variant: Mapping[str, Any]) -> None:
         generator = torch.Generator().manual_seed(trial.seed)
         self.device = trial.device.torch_device
         self.lengths = [1 + (37 * index) % 90 for index in range(62)] + [150, 333]
@@ -160,12 +183,16 @@ class _Sequences:
         self.shape = (first, PAGE, KV_HEADS, size)
         sinks = torch.randn(HEADS, generator=generator).to(self.device, dtype) if variant.get("sinks") else None
         self.rest = {"scale": size**-0.5, **variant, "sinks": sinks}
+        angles = torch.outer(torch.arange(max(self.lengths)), 100.0 ** -torch.linspace(0, 1, size // 2))
+        turned = op == "rotary_attention"
+        self.tables = [each.to(self.device, dtype) for each in (angles.cos(), angles.sin())] if turned else []
         self.caches = [torch.zeros(self.shape, dtype=dtype, device=self.device) for _ in range(2)]
 
     def call(self, step: Sequence[Chunk]) -> dict[str, Any]:
         """Return the arguments of a step."""
         tokens = [torch.cat([all_of[s][a:b] for s, a, b in step]) for all_of in (self.query, self.key, self.value)]
         slots = [int(self.table[s, p // PAGE]) * PAGE + p % PAGE for s, a, b in step for p in range(a, b)]
+        at = torch.tensor([p for _, a, b in step for p in range(a, b)], device=self.device)
         starts = [0]
         for _, a, b in step:
             starts.append(starts[-1] + b - a)
@@ -175,6 +202,7 @@ class _Sequences:
 
         return {
             **dict(zip(("query", "key", "value"), tokens, strict=True)),
+            **{name: table[at] for name, table in zip(("cos", "sin"), self.tables, strict=False)},
             "key_cache": self.caches[0],
             "value_cache": self.caches[1],
             "block_table": self.table[[s for s, _, _ in step]].to(self.device),
@@ -202,9 +230,9 @@ def judge_attention(trial: Trial, *, op: CanonicalOp, of: OpImplementation, dtyp
     """Compare whole prompts, each alone, with batches of 2 to 64 sequences and with chunks down to single tokens."""
     if of.missing:
         raise NotSupported(of.missing)
-    for name, variant in VARIANTS.items():
+    for name, variant in ATTENTION[op.name].items():
         for size in (16, 72):
-            sequences = _Sequences(trial, dtype, size, variant)
+            sequences = _Sequences(trial, op.name, dtype, size, variant)
             reason = refusal(op, of.condition, sequences.call([(0, 0, 1)]))
             if reason is not None:
                 raise NotSupported(reason)

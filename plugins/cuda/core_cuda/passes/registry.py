@@ -5,6 +5,8 @@ Imports Triton, so it is imported only if `kernels_missing` returns "".
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core_cuda.passes.expert_pairs import SORT_EXPERT_PAIRS, SUM_EXPERT_ROWS
 from core_cuda.passes.norm_pairs import JOIN_RMS_NORMS
 from core_cuda.passes.normed_sums import FUSE_NORMED_SUM
@@ -14,7 +16,7 @@ from core_cuda.passes.routers import WIDEN_ROUTERS
 from core_cuda.passes.shared_experts import OVERLAP_SHARED_EXPERTS
 from core_cuda.passes.shared_gates import FUSE_SHARED_GATE
 
-PASSES = (
+_OF_OWN_KERNELS = (
     JOIN_RMS_NORMS,
     FUSE_NORMED_SUM,
     SHARE_QUANTIZED_ROWS,
@@ -23,5 +25,5 @@ PASSES = (
     WIDEN_ROUTERS,
     FUSE_SHARED_GATE,
     OVERLAP_SHARED_EXPERTS,
-    *PARALLEL,
 )
+PASSES = (*(replace(each, traits=replace(each.traits, own_kernels=True)) for each in _OF_OWN_KERNELS), *PARALLEL)

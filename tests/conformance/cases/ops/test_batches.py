@@ -80,10 +80,10 @@ def test_attention_that_depends_on_chunks_is_found() -> None:
 
 
 def test_an_op_without_batches_of_the_suite_fails() -> None:
-    from core.common.ops.moe.route import MOE_ROUTE
+    from core.common.ops.recurrent.convolution import CAUSAL_CONV1D_UPDATE
 
-    device = planted(MOE_ROUTE, MOE_ROUTE.reference)
-    (found,) = run_case(cases(device)["ops/moe_route/planted/batches/float32"], device)
+    device = planted(CAUSAL_CONV1D_UPDATE, CAUSAL_CONV1D_UPDATE.reference)
+    (found,) = run_case(cases(device)[f"ops/{CAUSAL_CONV1D_UPDATE.name}/planted/batches/float32"], device)
     assert "knows no batches of this op" in found
 
 

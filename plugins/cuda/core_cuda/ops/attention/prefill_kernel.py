@@ -55,7 +55,7 @@ class Spec(NamedTuple):
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """Return tanh in fp32 to a few units in the last place, also next to zero, where the quotient cancels."""
     e = tl.exp2(tl.abs(x) * (-2.0 * _LOG2_E))
     far = (1.0 - e) / (1.0 + e)
@@ -89,11 +89,11 @@ def _own_rows(
         return rows
     else:
         first = source + (base + start).to(tl.int64) * stride_t
-        return _load(first + tl.arange(0, BLOCK_N) * stride_t, kept, MASKED, SIZE, BLOCK)
+        return load_rows(first + tl.arange(0, BLOCK_N) * stride_t, kept, MASKED, SIZE, BLOCK)
 
 
 @triton.jit
-def _load(rows, kept, MASKED, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def load_rows(rows, kept, MASKED, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Load the rows (N, BLOCK) at these pointers (N,); if MASKED, those not `kept` are zero and not read."""
     features = tl.arange(0, BLOCK)
     at = rows[:, None] + features[None, :]
@@ -109,7 +109,7 @@ def _load(rows, kept, MASKED, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _slots(table, at, kept, MASKED, PAGE: tl.constexpr):
+def slots_of(table, at, kept, MASKED, PAGE: tl.constexpr):
     """Return the slots of a sequence's positions."""
     blocks = tl.load(table + at // PAGE, mask=kept, other=0) if MASKED else tl.load(table + at // PAGE)
     return blocks.to(tl.int64) * PAGE + at % PAGE
@@ -133,8 +133,8 @@ def _attend(
         at = start + tl.arange(0, N)
         kept = (at >= low) & (at < stop)
         if CACHED:
-            slots = _slots(table, at, kept, MASKED, SPEC.page)
-            k = _load(keys + slots * stride_k, kept, MASKED, SPEC.d, SPEC.block_d).to(q.dtype)
+            slots = slots_of(table, at, kept, MASKED, SPEC.page)
+            k = load_rows(keys + slots * stride_k, kept, MASKED, SPEC.d, SPEC.block_d).to(q.dtype)
         else:
             # With TMA a tile also holds rows of other sequences. Masked scores hide any content of keys, even NaN, but
             # not of values.
@@ -143,7 +143,7 @@ def _attend(
             )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision=SPEC.precision)
         if SPEC.softcap:
-            scores = softcap * _tanh(scores * scale)
+            scores = softcap * tanh(scores * scale)
         if MASKED:
             seen = kept[None, :]
             if SPEC.causal and not CACHED:
@@ -161,7 +161,7 @@ def _attend(
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
         if CACHED:
-            v = _load(values + slots * stride_v, kept, MASKED, SPEC.v, SPEC.block_v).to(q.dtype)
+            v = load_rows(values + slots * stride_v, kept, MASKED, SPEC.v, SPEC.block_v).to(q.dtype)
         else:
             v = _own_rows(values, base, start, head, column, stride_v, kept, MASKED, TMA, SPEC.v, N, SPEC.block_v)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=SPEC.precision)
@@ -197,7 +197,7 @@ def _walk(
 
 
 @triton.jit
-def _find_tile(query_starts, seq_lens, num_tokens, num_seqs, TOKENS: tl.constexpr, BLOCK_B: tl.constexpr):
+def find_tile(query_starts, seq_lens, num_tokens, num_seqs, TOKENS: tl.constexpr, BLOCK_B: tl.constexpr):
     """Return this program's tile: sequence, its first row in T, its new tokens and context, the tile's token bounds.
 
     Tokens count from the sequence's first one. A tile without tokens belongs to no sequence. Padding counts as one more
@@ -244,7 +244,7 @@ def prefill_kernel(
     M: tl.constexpr = SPEC.block_m
     BLOCK_V: tl.constexpr = SPEC.block_v
     PARTS: tl.constexpr = (SPEC.group + PACK - 1) // PACK
-    seq, base, num_new, context, first, last = _find_tile(
+    seq, base, num_new, context, first, last = find_tile(
         query_starts, seq_lens, num_tokens, num_seqs, SPEC.block_m // PACK, BLOCK_B
     )  # fmt: skip
     if first >= last:
@@ -262,7 +262,7 @@ def prefill_kernel(
     heads = kv_head * SPEC.group + members
     real = (tokens < last) & (members < SPEC.group)
     places = (base + tokens).to(tl.int64)
-    q = _load(query + places * stride_query_t + heads * stride_query_h, real, True, SPEC.d, SPEC.block_d)
+    q = load_rows(query + places * stride_query_t + heads * stride_query_h, real, True, SPEC.d, SPEC.block_d)
     acc = tl.zeros((M, BLOCK_V), dtype=tl.float32)
     top = tl.full((M,), _LOWEST, dtype=tl.float32)
     total = tl.zeros((M,), dtype=tl.float32)

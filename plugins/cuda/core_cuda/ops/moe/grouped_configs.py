@@ -13,6 +13,8 @@ _SHARED_BYTES = 110 * 1024  # where two programs are to fit a multiprocessor
 _LEFT_BYTES = 7 * 1024  # what a program that has a multiprocessor for itself leaves of its shared memory
 _FEW_PAIRS = 8
 _MAX_ROW_TOP_K = 32
+_ALIKE_TOKENS = 64
+"""For which the tiles are chosen that serve any number of tokens."""
 _PRODUCT_ELEMENTS = 8192
 """Elements of down that a program of the row kernels takes at a time: 64 to each of 128 threads."""
 
@@ -65,6 +67,8 @@ class GroupedConfig:
     down: Tile
     #: pairs of a tile
     block_m: int = 1
+    #: columns that a program adds up for a token, where pairs are sorted; 0 by their number
+    width: int = 0
 
     @property
     def swap(self) -> bool:
@@ -83,6 +87,11 @@ def default_config(shape: GroupedShape) -> GroupedConfig:
     # Most experts' pairs in one tile, so that their weights are read once.
     most = 3 * shape.pairs // (2 * shape.experts)
     return _tile(shape, min(max(triton.next_power_of_2(most), 16), 128))
+
+
+def alike_config(shape: GroupedShape) -> GroupedConfig:
+    """Return a configuration that is the same for every number of tokens, so that each token's sums have one order."""
+    return replace(_tile(replace(shape, tokens=_ALIKE_TOKENS), 64), width=256)
 
 
 def candidates(shape: GroupedShape) -> Iterator[GroupedConfig]:

@@ -2,13 +2,16 @@
 
 Few: activated products of each pair, then each token's weighted sum of second products. Many: pairs are sorted by
 expert; both products by tiles of one expert's pairs; the weighted sum. Sums are in fp32 and a fixed order, so that a
-call gives the same bits each time; what lies between the products is rounded to x's dtype, and of many pairs each
+call gives the same bits each time, and a token the same in any call by `grouped_mlp_alike`, whose tiles do not depend
+on their number; what lies between the products is rounded to x's dtype, and of many pairs each
 result too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from core.common.ops.moe.experts import GROUPED_MLP
 from core_cuda.ops import launching
 from core_cuda.ops.activation import Gate
 from core_cuda.ops.conditions import all_of, dtypes
-from core_cuda.ops.moe.grouped_configs import GroupedConfig, GroupedShape, Tile, default_config
+from core_cuda.ops.moe.grouped_configs import GroupedConfig, GroupedShape, Tile, alike_config, default_config
 from core_cuda.ops.moe.grouped_row_kernel import row_down_kernel, row_up_kernel
 from core_cuda.ops.moe.grouped_tile_kernel import product_kernel, sort_kernel, sum_kernel
 from core_cuda.ops.registration import kernel_of
@@ -66,8 +69,7 @@ class _Call:
     out: Tensor
 
 
-@kernel_of(GROUPED_MLP)
-def grouped_mlp(
+def _grouped_mlp(
     x: Tensor,
     weights: Tensor,
     indices: Tensor,
@@ -77,13 +79,19 @@ def grouped_mlp(
     down_bias: Tensor | None,
     gated: bool,
     transposed: bool,
+    config_of: Callable[[GroupedShape], GroupedConfig] | None = None,
     **gate: Any,
 ) -> Tensor:
     """Compute the experts' MLPs as the configuration for these sizes says."""
     if transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     experts = Experts(gate_up, down, gate_up_bias, down_bias, gated)
-    return run_grouped_mlp(x, weights, indices, experts, Gate(**gate))
+    config = None if config_of is None else config_of(shape_of(x, indices, experts))
+    return run_grouped_mlp(x, weights, indices, experts, Gate(**gate), config=config)
+
+
+grouped_mlp = kernel_of(GROUPED_MLP)(_grouped_mlp)
+grouped_mlp_alike = kernel_of(GROUPED_MLP, "alike")(partial(_grouped_mlp, config_of=alike_config))
 
 
 def run_grouped_mlp(
@@ -184,7 +192,7 @@ def _by_expert(call: _Call, config: GroupedConfig) -> None:
 
     product(x, experts.gate_up, experts.gate_up_bias, hidden, config.up, _gate(call.gate, experts.gated))
     product(hidden, experts.down, experts.down_bias, results, config.down, _gate(Gate(""), False))
-    width = 256 if call.out.numel() <= _FEW else 1024
+    width = config.width or (256 if call.out.numel() <= _FEW else 1024)
     launching.launch(
         sum_kernel, (shape.tokens * triton.cdiv(shape.hidden, width),),
         results, call.weights, indices, call.out, shape.experts, shape.hidden,

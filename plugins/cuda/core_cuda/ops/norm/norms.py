@@ -116,7 +116,7 @@ def options_of(weight: Tensor | None, eps: float, offset: float, x: Dtype, dtype
     }
 
 
-def _rms_norm(op: CanonicalOp, **args: Any) -> Any:
+def run_rms_norm(op: CanonicalOp, config: NormConfig | None = None, **args: Any) -> Any:
     """Do what an op does that is an RMSNorm, of a sum or not, ending in codes or not; each element is read once.
 
     compute_dtype is not read: `computes_in_fp32` leaves those that are no wider than fp32, in which kernels compute.
@@ -130,24 +130,34 @@ def _rms_norm(op: CanonicalOp, **args: Any) -> Any:
     if "scale" in args:
         _norm_codes(reads, writes, options, Codes(args["scale"], made[1], args["group_size"]), dtypes[-1] or summed)
     else:
-        run_norm(reads, writes, options)
+        run_norm(reads, writes, options, config=config)
     return made[0] if len(made) == 1 else tuple(made)
 
 
 rms_norm, add_rms_norm, rms_norm_quantize, add_rms_norm_quantize = (
-    kernel_of(op)(partial(_rms_norm, op)) for op in (RMS_NORM, ADD_RMS_NORM, RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE)
+    kernel_of(op)(partial(run_rms_norm, op))
+    for op in (RMS_NORM, ADD_RMS_NORM, RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE)
 )
 
 
-@kernel_of(LAYER_NORM)
-def layer_norm(x: Tensor, bias: Tensor | None, compute_dtype: Dtype, out_dtype: Dtype, **args: Any) -> Tensor:
+def run_layer_norm(
+    x: Tensor,
+    bias: Tensor | None,
+    compute_dtype: Dtype,
+    out_dtype: Dtype,
+    config: NormConfig | None = None,
+    **args: Any,
+) -> Tensor:
     """Subtract the mean before squares are summed, so that a common shift of all values costs no digits."""
     rounding = {"compute_dtype": compute_dtype, "out_dtype": out_dtype}
     (out,) = outputs(LAYER_NORM, {"x": x, "bias": bias, **rounding, **args}, x.device)
     options = options_of(args["weight"], args["eps"], 0.0, x.dtype, (None, compute_dtype or torch.float32, out_dtype))
     options |= {"bias": None if bias is None else bias.contiguous(), "CENTER": True}
-    run_norm({"x": x, "residual": None}, {"out": out, "total": None}, options)
+    run_norm({"x": x, "residual": None}, {"out": out, "total": None}, options, config=config)
     return out
+
+
+layer_norm = kernel_of(LAYER_NORM)(run_layer_norm)
 
 
 def _norm_codes(
