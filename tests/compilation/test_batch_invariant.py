@@ -17,7 +17,7 @@ from core.common.ops.declaration import declared_ops
 from core.common.passes import Pass, PassContext, PassResult, PassTraits
 from core.compilation.options import CompileOptions
 from core.compilation.rewrite.batch_invariant import choose_invariant, in_vectors
-from core.compilation.rewrite.invariant_ops import REDUCTIONS
+from core.compilation.rewrite.invariant_ops import REDUCTIONS, why_not
 from core.compilation.rewrite.order import PassSwitches
 from core.compilation.rewriting import Rewriter
 from core.errors import LoweringError, UsageError
@@ -124,6 +124,18 @@ def test_what_is_not_known_to_be_so_is_refused_by_name() -> None:
     bare = cpu(ops=tuple(each for each in select_device("cpu").ops if not each.batch_invariant))
     with refused(LoweringError, "linear"):
         program_of(Layers(), device=bare)
+
+
+def test_what_asks_the_host_alone_is_no_sum() -> None:
+    """transformers asks for a GPU's compute capability within a mixture's forward, and Dynamo keeps the call."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    asked = graph.call_function(torch.cuda.get_device_capability, (torch.device("cuda"),))
+    drawn = graph.call_function(torch.fft.fft, (x,))
+    graph.output(x)
+    x.meta["example_value"], drawn.meta["example_value"] = torch.empty(2, 3), torch.empty(2, 3)
+    assert why_not(asked) == ""
+    assert "not known" in why_not(drawn)
 
 
 ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {

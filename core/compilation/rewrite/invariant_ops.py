@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from core.common.node_meta import value_of
 
@@ -71,7 +72,15 @@ def why_not(node: fx.Node, by_batch: Collection[str] = ()) -> str:
         return ", and adds up what goes to one place, in an order that sizes decide"
     if name in _PRODUCTS:
         return "" if _is_scaling(node, name) else ", a product whose order of sums depends on its sizes"
-    return "" if name in _EXACT or name in _NORMS else ", and it is not known"
+    return "" if name in _EXACT or name in _NORMS or _asks_the_host(node) else ", and it is not known"
+
+
+def _asks_the_host(node: fx.Node) -> bool:
+    """Tell whether a call neither takes nor gives a tensor, as one that asks for a device's compute capability."""
+    found = value_of(node)
+    values = [found, *(value_of(each) for each in node.all_input_nodes)]
+    none = not any(isinstance(leaf, Tensor) for leaf in tree_leaves(values))
+    return none and (found is not None or not node.users)
 
 
 def is_function(node: fx.Node) -> bool:
