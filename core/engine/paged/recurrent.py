@@ -163,7 +163,7 @@ class RecurrentStates:
             return
         if not probes and (why := self._why_not(step)):
             asked = f"a step of prompts of {step.num_tokens} tokens, which no graph serves"
-            raise ModelError(asked, found=why, remedy="ask for prefill buckets that hold it, or for --cache static")
+            raise ModelError(asked, found=why, remedy="ask for prefill buckets that hold it")
         single: list[tuple[int, int]] = []
         runs: list[Run] = []
         rows: list[int] = []

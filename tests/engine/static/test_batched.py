@@ -12,9 +12,11 @@ import torch
 from core.compilation.options import CompileOptions
 from core.engine.check.eager import eager_generate
 from core.engine.config import SamplingParams
+from core.engine.inspect.attention import NotPageable
 from core.engine.inspect.probe import counts_from_zero
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
+from core.engine.serve import route
 from core.engine.serve.engine import Engine
 from core.engine.serve.request import Completion
 from core.engine.static.runner import StaticRunner
@@ -27,6 +29,18 @@ CONFIG = EngineConfig(max_num_seqs=4, max_model_len=48, options=CompileOptions(l
 LENGTHS = ((11, 6), (3, 12), (17, 3), (5, 9), (1, 14), (9, 2), (4, 7), (13, 5))
 """Of each request, tokens of the prompt and new tokens."""
 PROMPTS = [[3 + 5 * index + 7 * i for i in range(length)] for index, (length, _) in enumerate(LENGTHS)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unpaged() -> Iterator[None]:
+    """Serve on the static cache what the paged one takes too: more kinds of models are tried on its rows so."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotPageable("asked for by the test")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(route, "PagedRunner", refuse)
+        yield
 
 
 def tiny(model_type: str) -> Any:
