@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.common.graphs.torch_modes import entered
+from core.common.graphs.torch_modes import CallsSeen, entered
 from core.engine.inspect.attention import implementation
 from core.engine.inspect.indexing import checked_indices
 from core.engine.models.architecture import max_position
@@ -161,33 +160,12 @@ def shaken_bound(model: Any, sequences: Sequence[Sequence[int]], expected: Seque
     return min(1.25 * max(each for each in noise if each < float("inf")), 0.9)
 
 
-class _Choices(TorchDispatchMode):
-    """Notes whether anything is chosen by its size."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's constructor has no annotations
-        self.seen = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let `torch.compile` work meanwhile in other threads."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.seen |= getattr(getattr(func, "overloadpacket", None), "__name__", "") in _CHOOSING
-        return func(*args, **(kwargs or {}))
-
-
 def _chooses(model: Any, sequences: Sequence[Sequence[int]]) -> bool:
     """Tell whether the model's forward chooses by the size of numbers, as a router does."""
-    choices = _Choices()
-    with entered(choices):
+    seen: set[str] = set()
+    with entered(CallsSeen(lambda name, _args: seen.add(name))):
         own_logits(model, sequences[:1])
-    return choices.seen
+    return not seen.isdisjoint(_CHOOSING)
 
 
 @contextmanager
