@@ -149,7 +149,7 @@ def bench(
     drafts: dict[str, Any] = {"speculative": speculative, "draft_model": draft_model}
     engine = EngineConfig(kv_cache_dtype=kv_cache_dtype, options=options, **drafts)
     check_goes_with(context_, serve)
-    if (code := run_on_ranks(tp, tp_timeout, draft_model=draft_model)) is not None:
+    if (code := run_on_ranks(tp, tp_timeout, device=device, draft_model=draft_model)) is not None:
         return code
     if serve:
         load = load_of(requests, prompt_tokens, output_tokens, rate)

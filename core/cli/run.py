@@ -134,7 +134,7 @@ def run(
         ),
     )
     check_name(device)  # before anything that imports torch
-    if (code := run_on_ranks(tp, tp_timeout, draft_model=draft_model, lora=lora)) is not None:
+    if (code := run_on_ranks(tp, tp_timeout, device=device, draft_model=draft_model, lora=lora)) is not None:
         return code
     quiet = as_json or own_rank() > 0
     timeline = RunTimeline("importing torch")
