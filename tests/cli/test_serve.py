@@ -82,7 +82,14 @@ def test_adapters_on_several_ranks_are_refused_before_any_starts(
 
 @pytest.mark.parametrize(
     ("arguments", "phrase"),
-    [("--mode full", "this device has: compile, off"), ("--quantize fp5", "fp5"), ("--host 203.0.113.9", "--host")],
+    [
+        ("--mode full", "this device has: compile, off"),
+        ("--quantize fp5", "fp5"),
+        ("--host 203.0.113.9", "--host"),
+        ("--provider core::attention=nothing", "name one of: cpu_attention"),
+        ("--deterministic batch --provider core::linear=reference", "is not declared batch-invariant"),
+        ("--deterministic batch --mode off", "runs the model's own code"),
+    ],
 )
 def test_what_the_machine_lacks_is_refused_before_the_model_is_loaded(
     arguments: str, phrase: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -28,7 +28,6 @@ from core.cli.model_argument import (
     PROVIDER,
     QUANTIZE,
     SPECULATIVE,
-    check_device,
     check_model_options,
     compile_options,
     deterministic_of,
@@ -236,7 +235,7 @@ def _engine(
     note_phase("load")
     if Settings.from_environment().cache:
         Store.of_user().keep_kernels(device.kernel_compilers)
-    check_device(config, device)  # refuse options that the device lacks before the model is loaded
+    config.check_device(device)  # refuse options that the device lacks before the model is loaded
     device.parts.prepare()
     with status("loading", quiet=not sys.stderr.isatty()) as say:
         loaded, _ = resolve_model(model, device, dtype, sharded=rank.size > 1, experts=experts)
