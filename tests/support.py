@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import Tensor, fx, nn
 
 import core
@@ -105,12 +103,6 @@ def rewrite(
         return PassResult(matched=len(sites), sites=tuple(sites), near_misses=near)
 
     return Pass(name=name, run=run, owner="acme", **fields)
-
-
-def needs_static_cache(model_type: str) -> None:
-    """Skip where the installed transformers can't run this model type on its own static cache."""
-    if model_type == "bloom" and Version(version("transformers")) < Version("5.18"):
-        pytest.skip("transformers 5.17 builds Bloom's position bias for the tokens seen, not for the static cache")
 
 
 def break_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

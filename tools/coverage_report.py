@@ -20,7 +20,7 @@ VARIANTS = (
 )
 KINDS = (
     *("rms_norm", "add_rms_norm", "gated_activation", "attention", "rotary"),
-    *("layer_norm", "moe_route", "experts"),
+    *("layer_norm", "moe_route", "experts", "short_convolution", "recurrence"),
 )
 INTRODUCTION = """\
 How many sites of real models the passes lift to canonical ops, over every model type that transformers maps to a causal
@@ -46,6 +46,12 @@ time, and never by what the passes look for (`tools/lift_coverage/oracle.py`):
   cosines elsewhere.
 - **layer_norm**, **moe_route** (a choice of the largest scores, attention apart), **experts** (a call of a module named
   like experts that multiplies matrices): likewise.
+- **short_convolution**: a convolution of single channels over at most 8 steps, none of which is to come, or the sum of
+  a window of steps times such a weight.
+- **recurrence**: a call of a module named like a state space (Mamba, mixer), the delta rule, linear attention,
+  lightning, RG-LRU, RWKV or LSTM that takes an exponential itself: the decay of its state.
+
+Attention with a bias of positions (ALiBi, T5's) and in chunks (Llama 4) is **attention**, by the same rule.
 
 A site is lifted where the rewritten graph has a canonical op of its kind in its module, each op standing for one site
 only. Sites are counted in graphs that were traced whole."""

@@ -72,9 +72,9 @@ def facts(found: Any) -> dict[str, Any]:
 def digest() -> str:
     """Return the identity of the passes and of the way of counting."""
     from core.common.passes.standard import COMMON_PASSES
-    from lift_coverage import match, measure, observe, oracle, walk
+    from lift_coverage import match, measure, observe, oracle, states, walk
 
-    counting = map(inspect.getsource, (measure, observe, match, oracle, walk))
+    counting = map(inspect.getsource, (measure, observe, match, oracle, states, walk))
     identities = (declared.uuid() for declared in COMMON_PASSES)
     return hashlib.sha256("\0".join((*counting, *identities)).encode()).hexdigest()
 

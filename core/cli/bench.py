@@ -23,7 +23,6 @@ from core.cli.model_argument import (
     PROVIDER,
     QUANTIZE,
     SPECULATIVE,
-    check_device,
     check_model_options,
     compile_options,
 )
@@ -149,13 +148,13 @@ def bench(
     drafts: dict[str, Any] = {"speculative": speculative, "draft_model": draft_model}
     engine = EngineConfig(kv_cache_dtype=kv_cache_dtype, options=options, **drafts)
     check_goes_with(context_, serve)
-    if (code := run_on_ranks(tp, tp_timeout, draft_model=draft_model)) is not None:
+    if (code := run_on_ranks(tp, tp_timeout, device=device, draft_model=draft_model)) is not None:
         return code
     if serve:
         load = load_of(requests, prompt_tokens, output_tokens, rate)
         for option, path in (("--json", json), ("--timeline", timeline)):
             check_file(option, path)
-        check_device(engine, select_device(device))
+        engine.check_device(select_device(device))
         engine = replace(engine, max_num_seqs=max_num_seqs, max_model_len=max_model_len, sampling=("greedy",))
         config = replace(engine, max_step_tokens=max_step_tokens, mixed_step_tokens=mixed_step_tokens)
         asked = _asked(device, model, preset, dtype, quantize, calibration, engine_options(engine))
@@ -179,7 +178,7 @@ def bench(
     settings = fitted(settings, num_positions, context=context is None, prompts=prefill is None)
     settings.check_length(num_positions)  # refused before minutes of work
     resolved, rank = open_device(device, timeout_s=tp_timeout)
-    check_device(engine, resolved)
+    engine.check_device(resolved)
     names = None if subjects is None else tuple(name.strip() for name in subjects.split(",") if name.strip())
     choice = choose(resolved, names, _pythons(peer_python))
     if rank.size > 1:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import typer
 
 from core.cli.completion import device_names, one_of
-from core.engine.config import CACHES, KV_CACHE_DTYPES, OWN_HEADS, PHASES, Phase
+from core.common.ops.names import check_op
+from core.engine.config import CACHES, KV_CACHE_DTYPES, OWN_HEADS, PHASES
 from core.engine.models.resolve import DTYPES, check_choice, check_dtype, check_type
 from core.errors import UsageError
 from core.paths import local_path
@@ -19,9 +20,7 @@ from core.quantization.names import check_options
 if TYPE_CHECKING:
     from core.compilation.options import CompileOptions, Deterministic, Verify
     from core.compilation.rewrite.order import PassSwitches
-    from core.device import Device
     from core.engine.lora.stated import AdapterConfig
-    from core.engine.steps.runner import EngineConfig
 
 MODEL: Any = typer.Argument(
     None,
@@ -186,7 +185,7 @@ def compile_options(
 
 
 def _parse_providers(texts: Sequence[str]) -> dict[str, str] | None:
-    """Return `--provider` as `CompileOptions.providers`: names of implementations by op."""
+    """Return `--provider` as `CompileOptions.providers`: names of implementations by op, which only a device knows."""
     found: dict[str, str] = {}
     for text in texts:
         op, _, name = text.partition("=")
@@ -195,6 +194,7 @@ def _parse_providers(texts: Sequence[str]) -> dict[str, str] | None:
             raise UsageError(
                 f"--provider {text}", found=again, remedy="write each op once, like --provider core::attention=NAME"
             )
+        check_op(f"--provider {text}", op)
         found[op] = name
     return found or None
 
@@ -233,15 +233,3 @@ def _parse_modes(text: str | None) -> Any:
             f"--mode {text}", found=f"{twice!r} has more than one mode", remedy="name each phase once at most"
         )
     return {phase: mode.strip() for phase, (_, _, mode) in zip(phases, pairs, strict=True)}
-
-
-def check_device(config: EngineConfig, device: Device) -> None:
-    """Raise `UsageError`, before a model is loaded, for options that a compile on this device would refuse."""
-    from core.compilation.rewriting import device_passes
-
-    options = config.options
-    options.switches.select(device_passes(device))
-    for phase in get_args(Phase):
-        if phase != "verify" or config.speculative:
-            options.modes_of(phase, device.capabilities.modes)
-    device.lowerings.resolve(options.lowering)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from core.engine.parallel.rank import (
+    check_no_index,
     end_with_launcher,
     finish,
     is_launched,
@@ -52,36 +53,38 @@ def check_experts(text: str) -> ExpertCut:
     return "number" if text == "number" else "width"
 
 
-def run_on_ranks(
-    tp: int | None,
-    timeout_s: float,
-    *,
-    draft_model: Path | str | None = None,
-    lora: object = None,
-    drain_timeout_s: float | None = None,
-) -> int | None:
-    """Run the command on `tp` ranks of this machine and return its exit code; None where this process shall run it.
-
-    Raises the `CoreError` that names the rank that failed, and `UsageError` for what several ranks can't do.
-    """
+def check_ranks(
+    tp: int | None, *, device: str = "auto", draft_model: Path | str | None = None, lora: object = None
+) -> int:
+    """Return how many ranks the command takes; raise `UsageError`, without torch, for what several can't do."""
     size = num_ranks()
     if size > 1 and tp not in (None, size):
         found = f"a launcher has started this process as one of {size} ranks"
         raise UsageError(f"--tp {tp}", found=found, remedy=f"leave --tp out, or start {tp} ranks")
     wanted = max(size, tp or 1)
+    check_no_index(device, wanted)
     if wanted > 1 and draft_model is not None:
         found = "a draft model can't be shared by several ranks yet"
         raise UsageError(f"--draft-model with {wanted} ranks", found=found, remedy="leave --draft-model out")
     if wanted > 1 and lora:
         found = "the layers are cut among the ranks, and adapters are not"
         raise UsageError(f"--lora with {wanted} ranks", found=found, remedy="leave --lora or --tp out")
-    if size > 1 or wanted == 1:
+    return wanted
+
+
+def run_on_ranks(tp: int | None, timeout_s: float, *, drain_timeout_s: float | None = None, **asked: Any) -> int | None:
+    """Run the command on `tp` ranks of this machine and return its exit code; None where this process shall run it.
+
+    asked: as of `check_ranks`, whose errors it raises. Raises the `CoreError` that names the rank that failed.
+    """
+    wanted = check_ranks(tp, **asked)
+    if num_ranks() > 1 or wanted == 1:
         return None
     from core.engine.parallel.launch import run_ranks
 
     arguments = COMMAND_LINE.get()
-    asked = f"core {next((each for each in arguments if not each.startswith('-')), '')}".strip()
-    return run_ranks(arguments, wanted, asked=asked, timeout_s=timeout_s, drain_timeout_s=drain_timeout_s)
+    command = f"core {next((each for each in arguments if not each.startswith('-')), '')}".strip()
+    return run_ranks(arguments, wanted, asked=command, timeout_s=timeout_s, drain_timeout_s=drain_timeout_s)
 
 
 def begin() -> None:

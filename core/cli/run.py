@@ -25,7 +25,6 @@ from core.cli.model_argument import (
     PROVIDER,
     QUANTIZE,
     SPECULATIVE,
-    check_device,
     check_model_options,
     compile_options,
     deterministic_of,
@@ -134,7 +133,7 @@ def run(
         ),
     )
     check_name(device)  # before anything that imports torch
-    if (code := run_on_ranks(tp, tp_timeout, draft_model=draft_model, lora=lora)) is not None:
+    if (code := run_on_ranks(tp, tp_timeout, device=device, draft_model=draft_model, lora=lora)) is not None:
         return code
     quiet = as_json or own_rank() > 0
     timeline = RunTimeline("importing torch")
@@ -225,7 +224,7 @@ def _engine(
     note_phase("load")
     if config.options.cache and Settings.from_environment().cache:
         Store.of_user().keep_kernels(resolved.kernel_compilers)
-    check_device(config, resolved)  # refuse options that the device lacks before the model is loaded
+    config.check_device(resolved)  # refuse options that the device lacks before the model is loaded
     progress(f"preparing {resolved.name}", 0, 0)
     resolved.parts.prepare()
     progress("loading the model", 0, 0)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,24 +42,32 @@ def test_bench_judges_the_logits_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_one_rank_is_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ranks.run_on_ranks(None, 300) is None and ranks.run_on_ranks(1, 300) is None
+    given: dict[str, Any] = {"device": "cpu:0", "draft_model": "x", "lora": ["a=folder"]}
+    assert ranks.check_ranks(None, **given) == ranks.check_ranks(1, **given) == 1
+    assert ranks.run_on_ranks(1, 300, **given) is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert ranks.run_on_ranks(None, 300) is None and ranks.run_on_ranks(4, 300) is None
+    assert ranks.check_ranks(None) == ranks.check_ranks(4) == 4
+    assert ranks.run_on_ranks(4, 300) is None
 
 
 def test_a_launcher_and_the_option_may_not_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with refused(UsageError, "--tp 2", "one of 4 ranks"):
-        ranks.run_on_ranks(2, 300)
+        ranks.check_ranks(2)
 
 
-def test_adapters_are_refused() -> None:
-    with refused(UsageError, "--lora with 2 ranks"):
-        ranks.run_on_ranks(2, 300, lora=["a=folder"])
+CANT: dict[str, dict[str, Any]] = {
+    "--lora with 2 ranks": {"lora": ["a=folder"]},
+    "--draft-model with 2 ranks": {"draft_model": "x"},
+    "--device cpu:0 on 2 ranks": {"device": "cpu:0"},
+}
 
 
-def test_a_draft_model_is_refused() -> None:
-    with refused(UsageError, "--draft-model with 2 ranks"):
-        ranks.run_on_ranks(2, 300, draft_model="x")
+@pytest.mark.parametrize("words", CANT)
+def test_what_several_ranks_cannot_do_is_refused(words: str) -> None:
+    with refused(UsageError, words):
+        ranks.check_ranks(2, **CANT[words])
+    with refused(UsageError, words):
+        ranks.run_on_ranks(2, 300, **CANT[words])

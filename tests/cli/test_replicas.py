@@ -16,7 +16,7 @@ CONFIG = ServerConfig(model_name="m")
 
 
 def asked(**changes: Any) -> None:
-    given: dict[str, Any] = {"replicas": "1", "address": None, "resources": [], "tp": None, "sequences": 8}
+    given: dict[str, Any] = {"replicas": "1", "address": None, "resources": [], "processes": 1, "sequences": 8}
     serve_by_replicas(CONFIG, **{**given, **changes})
 
 
@@ -35,13 +35,18 @@ def test_no_number_of_replicas_is_refused(text: str) -> None:
 def test_a_port_has_to_be_named() -> None:
     config = ServerConfig(model_name="m", port=0)
     with pytest.raises(UsageError, match="--port 0"):
-        serve_by_replicas(config, replicas="1", address=None, resources=[], tp=None, sequences=8)
+        serve_by_replicas(config, replicas="1", address=None, resources=[], processes=1, sequences=8)
 
 
 @pytest.mark.parametrize("text", ["GPU", "GPU=", "=1", "GPU=-1", "GPU=x"])
 def test_what_is_no_resource_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="not NAME=AMOUNT"):
         asked(resources=[text])
+
+
+def test_a_resource_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match="GPU=1 is given too"):
+        asked(resources=["GPU=1", "CPU=2", "GPU=2"])
 
 
 @pytest.mark.parametrize(
@@ -53,6 +58,15 @@ def test_options_of_ray_want_ray(changes: dict[str, Any]) -> None:
     check_ray(**{**given, **changes, "ray": True})
     with pytest.raises(UsageError, match="--ray is not given"):
         check_ray(**{**given, **changes})
+
+
+def test_a_rank_of_a_launcher_serves_no_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    given: dict[str, Any] = {"replicas": "1", "address": None, "resources": []}
+    check_ray(ray=False, **given)
+    with pytest.raises(UsageError, match="one of 4 ranks"):
+        check_ray(ray=True, **given)
 
 
 def test_a_key_on_the_command_line_is_refused() -> None:

@@ -47,6 +47,11 @@ WITHOUT_TORCH = (
         ("--served-model-name=", ("--served-model-name", "it is empty")),
         ("--lora sql", ("--lora sql", "not of the form NAME=FOLDER")),
         ("--lora sql=nowhere", ("'nowhere'", "no adapter_config.json")),
+        ("--tp 2 --draft-model self --speculative 2", ("--draft-model with 2 ranks",)),
+        ("--tp 2 --device cpu:0", ("--device cpu:0 on 2 ranks", "leave the index out")),
+        ("--ray --tp 2 --draft-model self --speculative 2", ("--draft-model with 2 ranks",)),
+        ("--ray --tp 2 --device cpu:0", ("--device cpu:0 on 2 ranks",)),
+        ("--ray --replica-resource GPU=1 --replica-resource GPU=2", ("--replica-resource GPU=2", "GPU=1 is given too")),
     ],
 )
 def test_a_wrong_value_is_refused_without_torch(arguments: str, phrases: tuple[str, ...]) -> None:
@@ -63,9 +68,28 @@ def test_a_wrong_value_is_refused_without_torch(arguments: str, phrases: tuple[s
     assert all(phrase in done.stderr for phrase in phrases)
 
 
+@pytest.mark.parametrize("ray", [[], ["--ray"]], ids=["here", "by ray"])
+def test_adapters_on_several_ranks_are_refused_before_any_starts(
+    ray: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("core.cli.serving.serve.run_on_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr("core.cli.serving.serve.serve_by_replicas", lambda *_, **__: pytest.fail("Ray was asked"))
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    assert main(["serve", "--device", "cpu", "--tp", "2", "--lora", f"a={tmp_path}", *ray]) == 2
+    assert "--lora with 2 ranks" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "phrase"),
-    [("--mode full", "this device has: compile, off"), ("--quantize fp5", "fp5"), ("--host 203.0.113.9", "--host")],
+    [
+        ("--mode full", "this device has: compile, off"),
+        ("--quantize fp5", "fp5"),
+        ("--host 203.0.113.9", "--host"),
+        ("--provider core::attention=nothing", "name one of: cpu_attention"),
+        ("--deterministic batch --provider core::linear=reference", "is not declared batch-invariant"),
+        ("--deterministic batch --mode off", "runs the model's own code"),
+    ],
 )
 def test_what_the_machine_lacks_is_refused_before_the_model_is_loaded(
     arguments: str, phrase: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -94,6 +94,29 @@ def test_every_family_has_classes_and_no_type_twice(scripts: Import) -> None:
         assert all(isinstance(each, str) and each for each in found.values())
 
 
+def test_sites_are_counted_before_ops_are_put_back_for_aten(scripts: Import) -> None:
+    """A product of heads by one weight is for a pass on ATen ops, before which the processor gets its norms back."""
+    import torch
+    from torch import nn
+
+    measure = scripts("model_sweep.measure")
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.norm = nn.Parameter(torch.randn(8, 4, 4)), nn.LayerNorm(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(torch.einsum("td,dnh->tnh", x, self.weight))
+
+    model, inputs = Attention().eval(), {"x": torch.randn(6, 8)}
+    sites = measure.find_sites(model, lambda **given: model(**given), inputs)
+    _, report, lifted = measure._compiled(model, inputs, sites)
+    (graph,) = report.graphs
+    assert any(each.stage == "aten" and each.matched for each in graph.passes), [each.name for each in graph.passes]
+    assert lifted == {"layer_norm": [1, 1]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "model_type"), [("text", "bert"), ("vision", "vit"), ("audio", "wav2vec2"), ("seq2seq", "t5")]

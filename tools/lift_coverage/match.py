@@ -24,11 +24,20 @@ _STANDS_FOR: Mapping[str, Mapping[str, int]] = {
     "grouped_mlp": {"gated_activation": 1, "experts": 1},
     "moe_route": {"moe_route": 1},
     "qk_norm_rotary": {"rms_norm": 2},
+    "causal_conv1d_update": {"short_convolution": 1},
+    "gated_delta_rule": {"recurrence": 1},
+    "selective_state_update": {"recurrence": 1},
 }
 # Ops of these kinds may stand in a module beside the one in which the oracle saw the site.
 _BESIDE = frozenset({"add_rms_norm", "moe_route", "experts"})
-# A word of the names of the passes that lift a kind, where it is not the kind's own first word.
-_PASS_WORDS = {"add_rms_norm": "add_", "experts": "group", "moe_route": "route"}
+# Words of the names of the passes that lift a kind, where it is not the kind's own first word.
+_PASS_WORDS: Mapping[str, tuple[str, ...]] = {
+    "add_rms_norm": ("add_",),
+    "experts": ("group",),
+    "moe_route": ("route",),
+    "short_convolution": ("conv1d",),
+    "recurrence": ("delta_rule", "state_update"),
+}
 # Routing is written in as many ways as there are models; its forms show in the arguments of what it is lifted to.
 _FORMLESS = frozenset({"layer_norm", "moe_route", "experts"})
 _NO_CANDIDATE = "no candidate recognised"
@@ -123,9 +132,10 @@ def _beside(site: Site, path: str) -> bool:
 
 def _explained(site: Site, reports: Sequence[PassReport]) -> Missed:
     """Return the site with the reason of the nearest near-miss of a pass for its kind."""
-    word = _PASS_WORDS.get(site.kind, site.kind.partition("_")[0])
+    words = _PASS_WORDS.get(site.kind, (site.kind.partition("_")[0],))
     # A fusion builds on what was lifted: it has the reason only for what is a fusion itself.
-    known = sorted((report for report in reports if word in report.name), key=lambda r: not r.name.startswith("lift_"))
+    known = [report for report in reports if any(word in report.name for word in words)]
+    known.sort(key=lambda report: not report.name.startswith("lift_"))
     found = [(miss, report.name) for report in known for miss in report.near_misses]
     for near in (_same, _above_or_below):
         for miss, name in found:

@@ -9,7 +9,8 @@ the input of an rms_norm. gated_activation: a product, inside an MLP or an exper
 one shape. attention: a call of a module named like attention in which a softmax feeds a product of matrices. rotary:
 the tensors that one module call rotates by the same tables, a query and a key together or a single one. moe_route: a
 module call that chooses the largest of some scores, attention apart. experts: a call of a module named like experts
-that multiplies matrices.
+that multiplies matrices. short_convolution: a causal convolution of single channels over a few steps. recurrence: a
+call of a module named like one that takes an exponential itself, by which a state decays.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from lift_coverage.observe import FunctionCall, ModuleCall, Observation, Op, observe
+from lift_coverage.states import convolutions, recurrences
 from lift_coverage.walk import VIEWS, Walk
 
 KINDS = (
     *("rms_norm", "add_rms_norm", "gated_activation", "attention", "rotary"),
-    *("layer_norm", "moe_route", "experts"),
+    *("layer_norm", "moe_route", "experts", "short_convolution", "recurrence"),
 )
 """All kinds of sites, in the order of reports."""
 
@@ -80,6 +82,8 @@ def read_sites(seen: Observation) -> tuple[Site, ...]:
         *reader.inline_rotations(),
         *reader.routes(),
         *reader.experts(),
+        *(Site("short_convolution", call.path, call.class_name) for call in convolutions(reader)),
+        *(Site("recurrence", call.path, call.class_name) for call in recurrences(reader)),
     )
 
 
@@ -225,7 +229,7 @@ class _Reader(Walk):
             if op.name in ("cos", "polar") or (any(known) and (all(known) or (op.name in VIEWS and known[0]))):
                 tables.update(op.outputs)
             elif any(known) and op.name in ("mul", "mul_") and op.index not in inside:
-                data = {self._source(value) for value in op.inputs if value not in tables}
+                data = {self.source(value) for value in op.inputs if value not in tables}
                 rotated.setdefault(op.call, set()).update(data)
         for index, data in rotated.items():
             call = self.seen.calls[index] if index >= 0 else None

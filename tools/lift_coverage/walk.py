@@ -44,7 +44,7 @@ class Walk:
             made = self.seen.producer(made.inputs[0])
         return made
 
-    def _source(self, value: int) -> int:
+    def source(self, value: int) -> int:
         """Return the value that views and casts lead back to."""
         made = self.seen.producer(value)
         while made is not None and made.name in VIEWS and made.inputs:

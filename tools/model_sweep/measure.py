@@ -143,16 +143,34 @@ def _prefixes(sites: Sequence[Site]) -> list[str]:
 
 @contextmanager
 def _rewritten(see: Callable[[fx.GraphModule], None]) -> Iterator[None]:
-    """Show each graph after the passes, before implementations take the place of canonical ops."""
+    """Show each graph after the passes that lift, once, while it has all of its canonical ops.
+
+    Those that the device lacks are put back for passes on ATen ops; where no such pass has anything to do, they are
+    put back, and the others implemented, at the end.
+    """
+    import core.compilation.rewriting as rewriting
     import core.dynamo.graph as graph
 
+    put_back: Any = vars(rewriting)["put_back_unimplemented"]
     choose: Any = vars(graph)["choose_implementations"]
+    early: list[fx.GraphModule] = []
 
-    def seeing(module: fx.GraphModule, *args: Any, **named: Any) -> Any:
+    def putting_back(module: fx.GraphModule, *args: Any, **named: Any) -> Any:
         see(module)
+        early.append(module)
+        return put_back(module, *args, **named)
+
+    def choosing(module: fx.GraphModule, *args: Any, **named: Any) -> Any:
+        if early:
+            early.clear()
+        else:
+            see(module)
         return choose(module, *args, **named)
 
-    with mock.patch.object(graph, "choose_implementations", seeing):
+    with (
+        mock.patch.object(rewriting, "put_back_unimplemented", putting_back),
+        mock.patch.object(graph, "choose_implementations", choosing),
+    ):
         yield
 
 

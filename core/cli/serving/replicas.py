@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from core.cli.ranks import COMMAND_LINE
+from core.engine.parallel.rank import num_ranks
 from core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,11 +39,14 @@ _OWN = {"--ray": 0, "--replicas": 1, "--ray-address": 1, "--replica-resource": 1
 
 
 def check_ray(*, ray: bool, replicas: str, address: str | None, resources: Sequence[str]) -> None:
-    """Raise `UsageError` for options of --ray without it."""
+    """Raise `UsageError` for options of --ray without it, and for --ray in a process that a launcher started."""
     given = {"--replicas": replicas != "1", "--ray-address": address is not None, "--replica-resource": bool(resources)}
     if not ray and any(given.values()):
         asked = next(name for name, there in given.items() if there)
         raise UsageError(asked, found="it says how Ray serves, and --ray is not given", remedy="add --ray")
+    if ray and num_ranks() > 1:
+        found = f"a launcher has started this process as one of {num_ranks()} ranks, each of which would serve replicas"
+        raise UsageError("--ray", found=found, remedy="start it once, and give replicas several processes by --tp")
 
 
 def serve_by_replicas(
@@ -51,17 +55,17 @@ def serve_by_replicas(
     replicas: str,
     address: str | None,
     resources: Sequence[str],
-    tp: int | None,
+    processes: int,
     sequences: int,
 ) -> None:
-    """Serve until a signal."""
+    """Serve until a signal; processes: of each replica."""
     least, most = _range(replicas)
     if any(each.partition("=")[0] == "--api-key" for each in COMMAND_LINE.get()):
         found = "Ray shows command lines to everybody who reaches the cluster"
         raise UsageError("--api-key with --ray", found=found, remedy="set CORE_API_KEY instead")
     if config.port == 0:
         raise UsageError("--port 0 with --ray", found="Ray Serve takes a port by its number", remedy="name one")
-    wanted = {"CPU": float(tp or 1)} | dict(map(_resource, resources))
+    wanted = {"CPU": float(processes)} | _resources(resources)
     try:
         import ray  # noqa: F401  # with aiohttp, which the replicas need
 
@@ -119,9 +123,15 @@ def _range(text: str) -> tuple[int, int]:
     return least, most
 
 
-def _resource(text: str) -> tuple[str, float]:
-    name, _, amount = text.partition("=")
-    if not name or not re.fullmatch(r"\d+(\.\d+)?", amount):
-        remedy = "write a name of Ray's and an amount, such as GPU=1"
-        raise UsageError(f"--replica-resource {text}", found="it is not NAME=AMOUNT", remedy=remedy)
-    return name, float(amount)
+def _resources(texts: Sequence[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text in texts:
+        name, _, amount = text.partition("=")
+        asked = f"--replica-resource {text}"
+        if not name or not re.fullmatch(r"\d+(\.\d+)?", amount):
+            remedy = "write a name of Ray's and an amount, such as GPU=1"
+            raise UsageError(asked, found="it is not NAME=AMOUNT", remedy=remedy)
+        if name in found:
+            raise UsageError(asked, found=f"{name}={found[name]:g} is given too", remedy="give each resource once")
+        found[name] = float(amount)
+    return found

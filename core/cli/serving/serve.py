@@ -28,7 +28,6 @@ from core.cli.model_argument import (
     PROVIDER,
     QUANTIZE,
     SPECULATIVE,
-    check_device,
     check_model_options,
     compile_options,
     deterministic_of,
@@ -36,7 +35,7 @@ from core.cli.model_argument import (
     parse_loras,
 )
 from core.cli.output import status
-from core.cli.ranks import EXPERTS, TP, TP_TIMEOUT, check_experts, run_on_ranks, tried
+from core.cli.ranks import EXPERTS, TP, TP_TIMEOUT, check_experts, check_ranks, run_on_ranks, tried
 from core.cli.serving.replicas import ADDRESS, RAY, REPLICAS, RESOURCE, check_ray, serve_by_replicas
 from core.common.collector import importing
 from core.errors import UsageError
@@ -142,14 +141,15 @@ def serve(
         loras=tuple((name, each.path) for name, each in adapters.items()),
     )
     check_name(device)
+    ranked: dict[str, Any] = {"device": device, "draft_model": draft_model, "lora": lora}
+    ranks = check_ranks(tp, **ranked)
     check_ray(ray=ray, replicas=replicas, address=ray_address, resources=replica_resource)
     if ray:
         given: dict[str, Any] = {"replicas": replicas, "address": ray_address, "resources": replica_resource}
-        serve_by_replicas(config, **given, tp=tp, sequences=max_num_seqs)
+        serve_by_replicas(config, **given, processes=ranks, sequences=max_num_seqs)
         return 0
     # From here on torch is imported.
-    ranked: dict[str, Any] = {"draft_model": draft_model, "lora": lora, "drain_timeout_s": drain_timeout}
-    if (code := run_on_ranks(tp, tp_timeout, **ranked)) is not None:
+    if (code := run_on_ranks(tp, tp_timeout, **ranked, drain_timeout_s=drain_timeout)) is not None:
         return code
     _serve(config, device, model, dtype, engine_config, (quantize, calibration), tp_timeout, cut)
     return 0
@@ -235,7 +235,7 @@ def _engine(
     note_phase("load")
     if Settings.from_environment().cache:
         Store.of_user().keep_kernels(device.kernel_compilers)
-    check_device(config, device)  # refuse options that the device lacks before the model is loaded
+    config.check_device(device)  # refuse options that the device lacks before the model is loaded
     device.parts.prepare()
     with status("loading", quiet=not sys.stderr.isatty()) as say:
         loaded, _ = resolve_model(model, device, dtype, sharded=rank.size > 1, experts=experts)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,9 @@ from core.engine.http.metrics import Metrics
 log = logging.getLogger("core.serve")
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths without a key, for whatever restarts the process or sends it requests."""
+REQUEST_ID = b"x-request-id"
+_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+"""An id that is taken over: it comes into logs and answers."""
 _DISCARDED = 8
 """How many times the limit is read and thrown away, so that a client that is still sending can read the refusal."""
 
@@ -38,7 +42,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send, request_id=uuid.uuid4().hex)
+        answer = _Answer(send, _request_id(scope))
         scope["core.request_id"] = answer.request_id
         self._num_open += 1
         try:
@@ -118,8 +122,14 @@ class _Answer:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            message["headers"] = [*message.get("headers", ()), (REQUEST_ID, self.request_id.encode())]
         await self._send(message)
+
+
+def _request_id(scope: Scope) -> str:
+    """Return the id that the client, or a proxy before this server, gave the request; else a new one."""
+    given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
+    return given.decode() if _ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _replayed(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:

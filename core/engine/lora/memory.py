@@ -1,12 +1,12 @@
 """The memory of an engine's adapters: slots of fixed addresses in every linear layer that may have one.
 
-Legend of shapes: T tokens of a step, K slots, R rank that each has room for, I and O sizes of a layer's input and
+Legend of shapes: T tokens of a step, K slots, R rank that each has places for, I and O sizes of a layer's input and
 output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.common.ops.implementation import OpImplementation
 from core.engine.lora.layers import AdaptedLayer, AdapterStep, FoundLayer, attach, detach, find_layers
+from core.engine.lora.ranks import slot_rank
 from core.errors import ModelError
 
 NO_SLOT = 0
@@ -26,20 +28,32 @@ LayerTensors = tuple[Tensor, Tensor]
 class AdapterMemory:
     """A and B of all slots, owned by the engine. An empty slot is zero, and so are places beyond an adapter's rank."""
 
-    def __init__(self, model: Any, device: torch.device, max_loras: int, max_rank: int) -> None:
-        """Find the model's linear layers and take K * R * (I + O) numbers for each; `ModelError` where there is no room
-        or no such layer."""
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        max_loras: int,
+        max_rank: int,
+        implementations: Sequence[OpImplementation] = (),
+    ) -> None:
+        """Find the model's linear layers and take K * R * (I + O) numbers for each.
+
+        implementations: the device's, for which R may be a few places more than `max_rank` (`slot_rank`). Raises
+        `ModelError` where there is no room or no such layer.
+        """
         asked = f"{max_loras} adapters of rank {max_rank} for a {type(model).__name__}"
         self._model = model
         self.max_loras, self.max_rank = max_loras, max_rank
         self._step = AdapterStep()
-        found, width = find_layers(model), max_loras * max_rank
+        found = find_layers(model)
         if not found:
             raise ModelError(asked, found="it has no linear layer that may have one", remedy="take max_loras=0")
+        self._rank = rank = slot_rank(max_rank, found.values(), implementations, device)
+        width = max_loras * rank
         try:
             with torch.inference_mode(False):  # tensors made in that mode can't be compiled
                 self.layers = {
-                    path: AdaptedLayer(a, b, max_rank, self._step) for path, a, b in _side_by_side(found, width, device)
+                    path: AdaptedLayer(a, b, rank, self._step) for path, a, b in _side_by_side(found, width, device)
                 }
         except torch.OutOfMemoryError as error:
             num_bytes = sum(width * (each.size_in + each.size_out) * each.dtype.itemsize for each in found.values())
@@ -115,7 +129,7 @@ class AdapterMemory:
                 b[:, : up.shape[1]].copy_(up)
 
     def _views(self, layer: AdaptedLayer, slot: int) -> tuple[Tensor, Tensor]:
-        places = slice((slot - 1) * self.max_rank, slot * self.max_rank)
+        places = slice((slot - 1) * self._rank, slot * self._rank)
         return layer.a[places], layer.b[:, places]
 
 

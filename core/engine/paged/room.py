@@ -118,5 +118,5 @@ class Place(NamedTuple):
         """Inspect a model, and size a cache for it alone beside its adapters, if it may have some."""
         paged, adapters = PagedModel(model, device, config, max_model_len=max_model_len), None
         if config.max_loras:
-            adapters = AdapterMemory(model, device.torch_device, config.max_loras, config.max_lora_rank)
+            adapters = AdapterMemory(model, device.torch_device, config.max_loras, config.max_lora_rank, device.ops)
         return cls(paged, Room([paged], device, config, max_model_len=max_model_len), adapters=adapters)

@@ -145,6 +145,13 @@ class Rank:
         return self.index == 0
 
 
+def check_no_index(name: str, size: int) -> None:
+    """Raise `UsageError` where several ranks are asked for and the device's name has an index."""
+    if size > 1 and ":" in name:
+        found = "each rank takes the device of its own number"
+        raise UsageError(f"--device {name} on {size} ranks", found=found, remedy="leave the index out")
+
+
 def open_device(name: str, *, timeout_s: float) -> tuple[Device, Rank]:
     """Open this rank's device and join the others of the job; one process alone opens the device that is named.
 
@@ -162,9 +169,7 @@ def open_device(name: str, *, timeout_s: float) -> tuple[Device, Rank]:
 
     local = int(os.environ.get("LOCAL_RANK", "0"))
     done = ""
-    if ":" in name:
-        found = "each rank takes the device of its own number"
-        raise UsageError(f"--device {name} on {num_ranks()} ranks", found=found, remedy="leave the index out")
+    check_no_index(name, num_ranks())
     device = _device_of_rank(name, local)
     if _is_common(device):  # one device for all ranks computes on the machine's cores
         done = pin(local, int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks()))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http
 import os
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Set
 
 import aiohttp
 
@@ -14,6 +14,8 @@ from core.engine.replicas.process import ServerProcess
 _CONNECT_S, _HEALTH_S = 5.0, 20.0
 _OWN = frozenset({"connection", "content-length", "date", "host", "keep-alive", "server", "transfer-encoding"})
 """Headers of one connection, or of one server: the next has its own."""
+_RAYS = frozenset({"x-request-id"})
+"""Headers of an answer that Ray adds: its proxy chose the id, or took the client's, and told it to the server."""
 
 
 class Replica:
@@ -36,7 +38,7 @@ class Replica:
         sent = self._session().request(asked.method, self._url + asked.target, headers=headers, data=asked.body)
         try:
             async with sent as answer:
-                yield Head(answer.status, tuple(_passed(answer.headers.items())))
+                yield Head(answer.status, tuple(_passed(answer.headers.items(), _RAYS)))
                 async for part in answer.content.iter_any():
                     yield part
         except aiohttp.ClientError as error:
@@ -65,5 +67,5 @@ class Replica:
         self._server.stop(self._drain_timeout_s)
 
 
-def _passed(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [(name, value) for name, value in headers if name.lower() not in _OWN]
+def _passed(headers: Iterable[tuple[str, str]], not_too: Set[str] = frozenset()) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in headers if name.lower() not in _OWN | not_too]

@@ -126,6 +126,7 @@ class Engine(HandsOut, Resting, Described):
         """Load a model folder onto a device and compile it; see `load_model` for what a folder must hold."""
         config = made_of(EngineConfig, config or {}, "config")  # before anything is read
         resolved = select_device(device)
+        config.check_device(resolved)
         resolved.parts.prepare()
         with torch.inference_mode(False):  # weights made in that mode can't be compiled
             load = partial(load_model, path, dtype=dtype, progress=progress)

@@ -15,6 +15,7 @@ from core.errors import UsageError
 if TYPE_CHECKING:
     from core.capabilities import Capabilities, Mode
     from core.compilation.options import ModeChoice
+    from core.device import Device
     from core.engine.models.loading import LoadedModel
 
 DEFAULT_MAX_LEN = 2048
@@ -192,6 +193,21 @@ class EngineConfig:
         in_parts = phase == "prefill" and "piecewise" in capabilities.modes and not capabilities.device_lengths
         first = ("piecewise",) if in_parts else ()
         return tuple(dict.fromkeys((*first, *capabilities.modes, "off")))
+
+    def check_device(self, device: Device) -> None:
+        """Raise `UsageError`, before a model is loaded, for options that a compile on this device would refuse."""
+        from core.compilation.arguments import check_providers
+        from core.compilation.rewrite.batch_invariant import check_lowering
+        from core.compilation.rewriting import device_passes
+
+        options = self.options
+        options.switches.select(device_passes(device))
+        phases = [phase for phase in get_args(Phase) if phase != "verify" or self.speculative]
+        first = [self.modes_of(phase, device.capabilities)[0] for phase in phases]
+        device.lowerings.resolve(options.lowering)
+        check_providers(options, device)
+        if self.deterministic is not None:
+            check_lowering(options.lowering, options.providers or {}, device, first)
 
     def compile_options(self, phases: Iterable[str], capabilities: Capabilities, **own: Any) -> CompileOptions:
         """Return the options by which these phases are compiled. own: the runner's values of `OF_THE_ENGINE`."""

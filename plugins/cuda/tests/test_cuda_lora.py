@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from core.common.numerics import judge
 from core.common.ops.arguments import Draw
-from core.common.ops.implementation import OpCall
+from core.common.ops.implementation import OpCall, OpImplementation
 from core.common.ops.linear.lora import ADD_LORA, lora_call
+from core.engine.lora.layers import FoundLayer
+from core.engine.lora.ranks import slot_rank
 from tests.kernel_cases import CPU, DTYPES, check, in_fp64, moved
 
 pytest.importorskip("triton", reason="needs triton")
@@ -55,6 +58,28 @@ def test_forms(form: str, dtype: torch.dtype, kernel_device: torch.device) -> No
     verdict = judge(found.cpu(), ADD_LORA.reference(**call), in_fp64(ADD_LORA, call)[0])
     assert verdict.passed, verdict.reason
     assert torch.equal(found, add_lora(**there))
+
+
+@pytest.mark.parametrize("rank", [1, 3, 5, 8])
+def test_slots_of_any_rank_get_places_that_the_kernels_take(rank: int) -> None:
+    kernels = [OpImplementation(op=ADD_LORA.qualified_name, name="own", fn=add_lora, condition=why_not)]
+    layers = [FoundLayer(size_in, size_out, torch.bfloat16, 0) for size_in, size_out in ((64, 32), (32, 128))]
+    assert slot_rank(rank, layers, kernels, CPU) == -(-rank // 4) * 4
+    wide = [FoundLayer(64, 32, torch.float32, 0)]  # the kernels take none of that dtype, of whatever rank
+    assert slot_rank(rank, wide, kernels, CPU) == rank
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [1, 3, 5])
+def test_places_of_zeros_keep_the_numbers_of_the_rank(
+    rank: int, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    call, places, slots = lora_call(Draw(dtype, CPU, 3), (17,), 1040, (40, 16), rank=rank), -(-rank // 4) * 4, 3
+    a = pad(call["a"].view(-1, rank, 1040), (0, 0, 0, places - rank)).reshape(-1, 1040)
+    b = pad(call["b"].view(-1, slots, rank), (0, places - rank)).reshape(-1, slots * places)
+    found = add_lora(**moved({**call, "a": a, "b": b, "rank": places}, kernel_device)).cpu()
+    verdict = judge(found, ADD_LORA.reference(**call), in_fp64(ADD_LORA, call)[0])
+    assert verdict.passed, verdict.reason
 
 
 def test_rows_without_an_adapter_keep_every_bit(kernel_device: torch.device) -> None:

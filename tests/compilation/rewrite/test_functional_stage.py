@@ -26,7 +26,8 @@ from core.common.passes.results import PassResult
 from core.compilation.rewrite.inductor import as_inductor_pass
 from core.errors import PassError, TraceError, UsageError
 from tests.common.passes.functional.reinplace_cases import FORMS, OWN, STORE
-from tests.support import Cache, compile_with, cpu, needs_static_cache, refused
+from tests.installed import needs_static_cache
+from tests.support import Cache, compile_with, cpu, refused
 
 aten = torch.ops.aten
 FIX = "fix_functionalization"

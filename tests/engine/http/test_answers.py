@@ -247,6 +247,20 @@ def test_what_asks_for_nothing_may_be_sent(served: Served, expected: dict[str, C
     assert len(answer.headers["x-request-id"]) == 32
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [(["Job-7.a_B"], "Job-7.a_B"), (["first", "second"], "first"), (["a b"], ""), (["x" * 65], ""), ([""], "")],
+    ids=["one", "two", "another character", "too long", "empty"],
+)
+def test_a_request_keeps_its_id(given: list[str], kept: str, served: Served) -> None:
+    headers = [("X-Request-Id", each) for each in given]
+    body = {"prompt": TEXTS[0], "max_tokens": 1}
+    answer = served.http.post("/v1/completions", json=body, headers=headers)
+    (told,) = answer.headers.get_list("x-request-id")
+    assert answer.json()["id"] == f"cmpl-{told}"
+    assert told == kept if kept else (len(told) == 32 and told not in given)
+
+
 def test_metrics_count_what_was_done(served: Served) -> None:
     names = ("core_generated_tokens_total", 'core_sequences_total{outcome="length"}', "core_prompt_tokens_total")
     counts = ("core_time_to_first_token_seconds_count", "core_time_between_tokens_seconds_count")

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from core.common.ops.implementation import OpCall, OpImplementation
 from core.common.passes.packing import Packing
 from core.engine.lora.adapters import Adapters, read_tensors
 from core.engine.lora.layers import find_layers
@@ -188,6 +190,70 @@ def test_what_one_adapter_makes_infinite_stays_with_its_tokens(model: Any) -> No
     assert (none == 0).all() and first.isinf().all() and (second == 2 * layer.a.shape[1]).all()
     memory.end_step()
     assert layer.add(x, out) is out
+
+
+def taking(multiple: int, **limits: int) -> OpImplementation:
+    """Return a kernel of `core::add_lora` that takes ranks that are multiples of a number, and nothing wider."""
+
+    def condition(call: OpCall) -> str | None:
+        args = call.args
+        assert args["a"].shape[0] % args["rank"] == 0 and args["b"].shape[0] == args["sizes"][0]
+        wide = args["x"].shape[-1] > limits.get("features", 10**6)
+        return "another one" if args["rank"] % multiple or wide else None
+
+    return OpImplementation(op="core::add_lora", name=f"by {multiple}", fn=torch.ops.core.add_lora, condition=condition)
+
+
+@pytest.mark.parametrize(
+    ("rank", "kernels", "places"),
+    [
+        (3, [taking(4)], 4),
+        (4, [taking(4)], 4),
+        (5, [taking(8), taking(2)], 6),
+        (3, [], 3),
+        (3, [taking(1)], 3),
+        (3, [taking(4, features=0)], 3),
+        (3, [taking(1, features=64), taking(4)], 4),
+        (3, [replace(taking(4), missing="no compiler")], 3),
+        (3, [replace(taking(4), op="core::linear")], 3),
+        (1, [taking(32)], 1),
+    ],
+    ids=[
+        "up",
+        "exact",
+        "the least",
+        "no kernel",
+        "any",
+        "none by rank",
+        "more layers",
+        "missing",
+        "of another op",
+        "far",
+    ],
+)
+def test_slots_have_the_places_that_a_kernel_takes(rank: int, kernels: Any, places: int, model: Any) -> None:
+    memory = AdapterMemory(model, CPU, 2, rank, kernels)
+    assert memory.max_rank == rank and {layer.rank for layer in memory.layers.values()} == {places}
+    assert {len(layer.a) for layer in memory.layers.values()} == {2 * places}
+
+
+def test_places_beyond_the_rank_add_nothing(model: Any, tmp_path: Path) -> None:
+    layers = make_layers(model, ATTENTION, rank=3, seed=0)
+    folder = save_adapter(tmp_path / "adapter", layers, rank=3, alpha=8)
+    x, out = torch.randn(1, 3, 64), torch.randn(1, 3, 64)
+    found = []
+    for kernels in ([], [taking(8)]):
+        memory = AdapterMemory(model, CPU, 2, 3, kernels)
+        held = Adapters(memory)
+        held.load("first", folder)
+        slot = held.load("second", folder).slot
+        layer = memory.layers[LAYER]
+        memory.begin_step(torch.tensor([0, slot, 3 - slot]))
+        assert layer.a.shape[1] == layer.b.shape[0] == 64 and layer.rank == (8 if kernels else 3)
+        found.append(layer.add(x, out))
+        memory.end_step()
+    torch.testing.assert_close(found[0], found[1])
+    assert not torch.equal(found[0][:, 1:], out[:, 1:]) and torch.equal(found[1][:, 0], out[:, 0])
 
 
 @pytest.mark.parametrize(("model_type", "router"), [("phimoe", "router"), ("llama4_text", "feed_forward.router")])

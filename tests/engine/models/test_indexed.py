@@ -23,6 +23,7 @@ from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.host.selection import select_device
 from tests.engine.models.any_time import alone, served_at_any_time
+from tests.installed import needs_type
 from tests.marks import slow_except
 
 MODELS = ("glm_moe_dsa", "deepseek_v32", "axk2", "dots3_note", "hy_v4")
@@ -44,6 +45,7 @@ PROMPTS = [[3, 4, 5], list(range(20, 30)), list(range(40, 57)), [*SHARED, 9, 8],
 
 
 def build(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> LoadedModel:
+    needs_type(model_type)
     return build_model(tiny_config(model_type, **changes), torch_device=torch.device("cpu"), dtype=dtype)
 
 

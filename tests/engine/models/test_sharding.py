@@ -132,7 +132,8 @@ def test_experts_are_cut_by_width_as_they_say_they_are_laid_out() -> None:
     assert cuts["model.layers.0.self_attn.o_proj.bias"] == Cut(dim=None)
     mixture = planned(tiny("qwen3_moe"), 2)
     assert cut_parameters(tiny("qwen3_moe"), mixture.plan, 2)[f"{layer}.gate_up_proj"] == Cut(dim=1, blocks=2)
-    assert not mixture.added, "transformers' own plan has it all"
+    own = "transformers' own plan has the others; before 5.23 the embedding is none of them"
+    assert mixture.added <= {"model.embed_tokens"}, own
 
 
 def test_experts_are_divided_by_their_number_where_that_is_asked_for_or_their_width_is_odd() -> None:

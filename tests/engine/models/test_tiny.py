@@ -8,6 +8,7 @@ import torch
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import causal_lm_types, tiny_config
 from core.errors import ModelError
+from tests.installed import needs_type
 
 
 def test_the_types_are_those_of_transformers() -> None:
@@ -51,8 +52,7 @@ def test_sizes_fit_together() -> None:
     ],
 )
 def test_every_kind_of_layer_is_shown(model_type: str, kinds: set[str]) -> None:
-    if model_type not in causal_lm_types():
-        pytest.skip(f"the installed transformers has no {model_type}")
+    needs_type(model_type)
     config = tiny_config(model_type)
     assert set(config.layer_types) == kinds
     assert len(config.layer_types) == config.num_hidden_layers <= 4

@@ -130,6 +130,20 @@ def test_a_model_of_two_processes_is_one_replica(address: str, port: int) -> Non
         assert service.end() == 0
 
 
+def test_a_request_has_one_id(address: str, port: int) -> None:
+    service = Service(address, port)
+    try:
+        for given in ({}, {"X-Request-Id": "job-7"}):
+            headers = {"Content-Type": "application/json", **given}
+            asked = json.dumps({"prompt": PROMPTS[0], "max_tokens": 1}).encode()
+            request = urllib.request.Request(f"{service.url}/v1/completions", asked, headers)
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                (told,) = answer.headers.get_all("x-request-id")
+                assert json.load(answer)["id"] == f"cmpl-{told}" and told == given.get("X-Request-Id", told)
+    finally:
+        assert service.end() == 0
+
+
 def test_a_cluster_of_its_own_ends_at_once_where_nothing_runs(port: int) -> None:
     service = Service("", port)
     assert service.complete(PROMPTS[0])[1]

@@ -16,6 +16,7 @@ from core.engine.inspect.attention import implementation
 from core.engine.models.loading import LoadedModel, build_model, load_model
 from core.engine.models.tiny import tiny_config
 from tests.engine.serve.drafted import VOCAB, tiny
+from tests.installed import needs_prediction_layers
 
 CPU = torch.device("cpu")
 KNOWN = 96
@@ -92,6 +93,7 @@ def own_drafts(head: Head, loaded: LoadedModel, attention: str, tokens: Sequence
 
 def with_own_heads(folder: Path, model_type: str, num_heads: int = 1, seed: int = 0) -> Path:
     """Write a tiny checkpoint with multi-token prediction layers, named as DeepSeek-V3's are, of random weights."""
+    needs_prediction_layers()
     config = tiny_config(model_type, vocab_size=VOCAB, num_nextn_predict_layers=num_heads)
     model: Any = build_model(config, torch_device=CPU, dtype=torch.float32, seed=seed).model
     model.save_pretrained(folder)

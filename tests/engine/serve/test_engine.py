@@ -21,8 +21,8 @@ from core.engine.serve.request import Completion
 from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError, UsageError
 from core.host.selection import select_device
+from tests.installed import needs_static_cache
 from tests.recording import acme
-from tests.support import needs_static_cache
 
 CPU = torch.device("cpu")
 TEXTS = ["If the argument is", "Return a list of the names", "This", "The Python interpreter is a program that reads"]

@@ -26,6 +26,7 @@ from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.step import Flight, Step, StepOutput
 from core.errors import ModelError, UsageError
+from tests.installed import needs_type
 from tests.marks import slow_except
 from tests.recording import acme
 
@@ -80,6 +81,7 @@ class Job:
 
 def build(model_type: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     torch.manual_seed(0)
+    needs_type(model_type)
     return build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=dtype)
 
 

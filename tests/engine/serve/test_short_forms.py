@@ -37,6 +37,19 @@ def engine() -> Iterator[Engine]:
         yield made
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"providers": {"core::attention": "none"}}, "name one of: cpu_attention"), ({"lowering": "none"}, "none")],
+    ids=["implementation", "lowering"],
+)
+def test_what_a_device_lacks_is_refused_before_weights_are_read(
+    options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("core.engine.serve.engine.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    with refused(UsageError, words):
+        Engine.load(embedded_model(), "cpu", {"options": options})
+
+
 def of(engine: Engine, prompts: Any, *params: Any, **settings: Any) -> list[tuple[int, ...]]:
     return [each.token_ids for each in engine.generate(prompts, *params, **settings)]
 

@@ -23,7 +23,7 @@ from core.engine.static.runner import StaticRunner
 from core.engine.steps.runner import EngineConfig
 from core.errors import CaptureError
 from core.host.selection import select_device
-from tests.support import needs_static_cache
+from tests.installed import needs_static_cache
 
 CONFIG = EngineConfig(max_num_seqs=4, max_model_len=48, options=CompileOptions(lowering="inline", mode="off"))
 LENGTHS = ((11, 6), (3, 12), (17, 3), (5, 9), (1, 14), (9, 2), (4, 7), (13, 5))
@@ -241,6 +241,7 @@ def test_graphs_that_compute_something_else_are_not_served(monkeypatch: pytest.M
 
 
 def test_one_that_stays_single_says_why() -> None:
+    needs_static_cache("roformer")
     loaded = tiny("roformer")
     with Engine(loaded, select_device("cpu"), CONFIG) as engine:
         assert "; one sequence at a time: it computes something of the length of the cache" in engine.route_reason

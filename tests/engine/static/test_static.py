@@ -22,7 +22,7 @@ from core.engine.steps.sequence import Sequence
 from core.engine.steps.step import Part, Step
 from core.errors import ModelError
 from core.host.selection import select_device
-from tests.support import needs_static_cache
+from tests.installed import needs_static_cache
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(

@@ -35,16 +35,15 @@ from core.common.passes import (
     PassResult,
     PassTraits,
     Refused,
-    Writes,
     near_miss,
     set_value,
     site_name,
     value_of,
 )
-from core.common.passes.cleanup.relayout import Relayout
+from core.common.passes.linear.joining import Joiner
 from core.common.passes.linear.mergeable import Linear, Scales, are_alike, read_linear, spread
 from core.common.passes.linear.slices import fakes_of, insert_slices
-from core.common.passes.packing import Owners, Packing
+from core.common.passes.packing import Packing
 from core.common.passes.values.recipes import recipe_of, signatures
 
 _Key = tuple[str, int, torch.dtype, torch.dtype, torch.device, str]
@@ -65,24 +64,16 @@ def run(context: PassContext) -> PassResult:
     for linears in by_input.values():
         if len(linears) > 1:
             merger.merge_all(linears)
-    return PassResult(matched=len(merger.sites), sites=tuple(merger.sites), near_misses=tuple(merger.misses))
+    return merger.result()
 
 
-class _Merger:
-    """Merges the groups of one graph one by one, so that each frees the memory of its weights before the next."""
+class _Merger(Joiner):
+    """Merges the groups of one graph."""
 
     def __init__(self, context: PassContext) -> None:
-        assert context.constants is not None  # the guard has seen to it
-        self._context, self._constants = context, context.constants
-        self._writes: Writes = context.analysis("writes")
-        self._order: Mapping[fx.Node, int] = context.analysis("order")
-        self._relayout = Relayout(self._order)
+        super().__init__(context)
         self._recipes: dict[object, Any] = {}
-        self._owners = Owners(self._constants.tensors())
-        self._returned = self._writes.of(*context.graph.output_node().all_input_nodes)
         self._joined: dict[tuple[object, ...], fx.Node] = {}
-        self.sites: list[str] = []
-        self.misses: list[NearMiss] = []
 
     def merge_all(self, linears: Sequence[Linear]) -> None:
         """Merge the linears of one input, in as many groups as it takes."""

@@ -21,13 +21,11 @@ from core.common.passes import (
     MADE_BY,
     Guards,
     Made,
-    NearMiss,
     Pass,
     PassContext,
     PassResult,
     PassTraits,
     Refused,
-    Writes,
     calls,
     find_op,
     near_miss,
@@ -36,9 +34,9 @@ from core.common.passes import (
     value_of,
     view,
 )
-from core.common.passes.cleanup.relayout import Relayout
+from core.common.passes.linear.joining import Joiner
 from core.common.passes.linear.slices import fakes_of, insert_slices
-from core.common.passes.packing import Owners, Packing
+from core.common.passes.packing import Packing
 
 _SHARED = ("x", "slots", "rank")
 """Arguments that the calls on all slices of a result share."""
@@ -72,21 +70,10 @@ def run(context: PassContext) -> PassResult:
     for node in list(context.graph.nodes):
         if view.kind(node) == "split":
             merger.merge(node)
-    return PassResult(matched=len(merger.sites), sites=tuple(merger.sites), near_misses=tuple(merger.misses))
+    return merger.result()
 
 
-class _Merger:
-    def __init__(self, context: PassContext) -> None:
-        assert context.constants is not None  # the guard has seen to it
-        self._context, self._constants = context, context.constants
-        self._writes: Writes = context.analysis("writes")
-        self._order: Mapping[fx.Node, int] = context.analysis("order")
-        self._relayout = Relayout(self._order)
-        self._owners = Owners(self._constants.tensors())
-        self._returned = self._writes.of(*context.graph.output_node().all_input_nodes)
-        self.sites: list[str] = []
-        self.misses: list[NearMiss] = []
-
+class _Merger(Joiner):
     def merge(self, split: fx.Node) -> None:
         """Merge the calls on the slices of one split, or note why they can't be; nothing where there are none."""
         parts = [part for _, part in sorted(calls.results(split).items())]

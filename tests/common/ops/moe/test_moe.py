@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +27,8 @@ from core.common.ops.moe import experts as moe
 from core.common.ops.moe.experts import GROUPED_MLP
 from core.common.ops.moe.route import MOE_ROUTE
 from tests.common.ops.canonical_oracle import Call, assert_bitwise, assert_close, assert_raises, in_fp64, run, sample
+from tests.installed import TRANSFORMERS, skip_where
 
-# An older router may hand out its weights in another dtype; the op states which it means.
-OLDER = Version(version("transformers")) < Version("5.18")
 F32, BF16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 EXPERTS, TOP_K, TOKENS = 8, 3, 29
@@ -87,8 +85,9 @@ SORTED: dict[str, tuple[type[nn.Module], Call, Call]] = {
 @DTYPES
 @pytest.mark.parametrize("model", SORTED)
 def test_routing_is_the_models_own(model: str, dtype: torch.dtype) -> None:
-    if model == "granite" and OLDER:
-        pytest.skip("this transformers hands out the router's weights in another dtype than the op is told")
+    # The op states which dtype of the weights it means.
+    older = Version(TRANSFORMERS) < Version("5.18")
+    skip_where(model == "granite" and older, "hands out the router's weights in another dtype than the op is told")
     cls, fields, options = SORTED[model]
     options = {name: dtype if value == "own" else value for name, value in options.items()}
     module = router(cls, dtype, **fields)

@@ -46,12 +46,13 @@ def convolution(call: Call) -> Tensor:
 
 def delta_rule(call: Call) -> Tensor:
     from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+    from tests.delta_rule import own_delta_rule
 
     by_feature = call["decay"].dim() == 3
-    function: Any = recurrent_kimi_delta_attention if by_feature else torch_recurrent_gated_delta_rule
+    function: Any = unwrap(recurrent_kimi_delta_attention) if by_feature else own_delta_rule
     rest = {name: call[name][:, None] for name in ("query", "key", "value", "beta")}
-    out, state = unwrap(function)(
+    out, state = function(
         **rest,
         g=call["decay"][:, None],
         initial_state=_gathered(call),

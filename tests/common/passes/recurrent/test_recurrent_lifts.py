@@ -147,12 +147,13 @@ def delta_inputs(dtype: torch.dtype, group: int = 2, by_feature: bool = False) -
 
 def delta_rule(state: Tensor, normed: bool = True, **inputs: Tensor) -> tuple[Tensor, Tensor]:
     from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
-    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+    from tests.delta_rule import own_delta_rule
 
     by_feature = inputs["g"].dim() == 4
-    function: Any = recurrent_kimi_delta_attention if by_feature else torch_recurrent_gated_delta_rule
+    function: Any = unwrap(recurrent_kimi_delta_attention) if by_feature else own_delta_rule
     options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": normed}
-    out, new = unwrap(function)(**inputs, **options)
+    out, new = function(**inputs, **options)
     return out, new
 
 

@@ -19,6 +19,7 @@ from core.engine.inspect.recurrent import inspect_recurrence
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.verify.execution import run_graph
+from tests.installed import needs_type
 from tests.marks import slow_except
 from tests.support import cpu
 
@@ -50,6 +51,7 @@ IN_FP32 = ("bailing_hybrid",)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("model_type", slow_except(TYPES, "lfm2"))
 def test_each_state_of_a_model_has_its_op(model_type: str, phase: str) -> None:
+    needs_type(model_type)
     torch.manual_seed(0)
     dtype = torch.float32 if model_type in IN_FP32 else torch.bfloat16
     loaded = build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=dtype)
