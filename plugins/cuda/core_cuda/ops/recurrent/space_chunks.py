@@ -83,7 +83,6 @@ def in_chunks(
         "LEAST": dt_min,
         "MOST": dt_max,
         "num_warps": 8,
-        "num_stages": 2,
         **_products(x, B, C),
     }
     how["BLOCK"] = min(how["BLOCK"], chunks.block_of(features))
@@ -91,7 +90,9 @@ def in_chunks(
     bias_head = 0 if dt_bias is None else dt_bias.stride(0)
     strides = *x.stride()[:2], *dt.stride(), *B.stride()[:2]
     given = x, dt, A, B, dt_bias, bounded, starts, found, decays, *strides, A.stride(0), bias_head, count
-    launching.launch(contributions_kernel, (programs * triton.cdiv(size, how["BLOCK_STATE"]),), *given, **how)
+    grid = (programs * triton.cdiv(size, how["BLOCK_STATE"]),)
+    # With one stage it takes 128 registers, so that two programs share a multiprocessor.
+    launching.launch(contributions_kernel, grid, *given, num_stages=1, **how)
     numbers = features * size
     launching.launch(
         passing_kernel,
@@ -105,5 +106,5 @@ def in_chunks(
     )
     strides = *strides, *C.stride()[:2], A.stride(0), 0 if D is None else D.stride(0)
     given = x, dt, A, B, C, D, dt_bias, bounded, starts, found, out, *strides, bias_head, count
-    launching.launch(outputs_kernel, (programs * (CHUNK // how["TILE"]),), *given, **how)
+    launching.launch(outputs_kernel, (programs * (CHUNK // how["TILE"]),), *given, num_stages=2, **how)
     return out

@@ -18,21 +18,28 @@ from core_cuda.ops.recurrent.states import exponential, rows_of, slot_of, softpl
 
 
 @triton.jit
-def _product(wide, exact, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return wide (M, K) fp32 times exact (K, N), a sum of its own in fp32."""
-    if exact.dtype == tl.bfloat16:
-        high = wide.to(tl.bfloat16)
-        rest = wide - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        # The small products first: what they are rounded by is as small.
-        if PARTS == 3:
-            result = tl.dot((rest - middle.to(tl.float32)).to(tl.bfloat16), exact)
-            result = tl.dot(middle, exact, result)
-        else:
-            result = tl.dot(middle, exact)
-        return tl.dot(high, exact, result)
+def _parts(wide):
+    """Return three parts of bf16 whose sum is wide, fp32: the largest first."""
+    high = wide.to(tl.bfloat16)
+    rest = wide - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _product(left, right, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """Return left (M, K) times right (K, N), a sum of its own in fp32; where one is bf16, the other goes by parts."""
+    # The small products first: what they are rounded by is as small.
+    if left.dtype == tl.bfloat16:
+        high, middle, low = _parts(right)
+        result = tl.dot(left, middle, tl.dot(left, low)) if PARTS == 3 else tl.dot(left, middle)
+        return tl.dot(left, high, result)
+    elif right.dtype == tl.bfloat16:
+        high, middle, low = _parts(left)
+        result = tl.dot(middle, right, tl.dot(low, right)) if PARTS == 3 else tl.dot(middle, right)
+        return tl.dot(high, right, result)
     else:
-        return tl.dot(wide, exact, input_precision=PRECISION)
+        return tl.dot(left, right, input_precision=PRECISION)
 
 
 @triton.jit
@@ -73,7 +80,7 @@ def contributions_kernel(
     features = (part // widths) * BLOCK + tl.arange(0, BLOCK)
     numbers = (part % widths) * BLOCK_STATE + tl.arange(0, BLOCK_STATE)
     each, shown, own = tl.arange(0, TILE), features < FEATURES, numbers < STATE
-    mask = shown[:, None] & own[None, :]
+    mask = own[:, None] & shown[None, :]
     wait_for_inputs(OVERLAP)
     start_next(OVERLAP)
     begin, last = _chunk_at(query_starts, place, num_sequences, CHUNK)
@@ -82,7 +89,7 @@ def contributions_kernel(
     rate = tl.load(A + head * A_head).to(tl.float32)
     bias = tl.load(dt_bias + head * bias_head).to(tl.float32) if dt_bias is not None else 0.0
     dt, x, B = dt + head * dt_head, x + head * x_head, B + (head // GROUP) * B_group
-    state, passed = tl.zeros((BLOCK, BLOCK_STATE), tl.float32), 0.0
+    state, passed = tl.zeros((BLOCK_STATE, BLOCK), tl.float32), 0.0
     for first in range(begin, last, TILE):
         count = (last - first).to(tl.int32)
         real = each < count
@@ -91,18 +98,18 @@ def contributions_kernel(
         behind = each + 1 < tl.minimum(count, TILE)
         after = _steps(dt, bias, bounded, first + 1, each, behind, dt_row, SOFTPLUS, LEAST, MOST)
         weights = step * exponential(tl.cumsum(after * rate, 0, reverse=True))
-        inputs = shown[:, None] & real[None, :]
-        token = tl.load(x + first * x_row + (each[None, :] * x_row + features[:, None]), mask=inputs, other=0.0)
+        inputs = real[:, None] & shown[None, :]
+        token = tl.load(x + first * x_row + (each[:, None] * x_row + features[None, :]), mask=inputs, other=0.0)
         wide = real[:, None] & own[None, :]
         keys = tl.load(B + first * B_row + (each[:, None] * B_row + numbers[None, :]), mask=wide, other=0.0)
-        new = _product(token.to(tl.float32) * weights[None, :], keys.to(OPERAND), 3, PRECISION)
+        new = _product(tl.trans(keys.to(OPERAND)), token.to(tl.float32) * weights[:, None], 3, PRECISION)
         logs = tl.sum(step * rate, 0)
         # Behind `where` the product is a sum of its own: the compiler would start it with the state, by whose size each
         # of its steps would round.
         state = state * exponential(logs) + tl.where(mask, new, 0.0)
         passed += logs
     base = place * HEADS + head
-    offsets = features[:, None] * STATE + numbers[None, :]
+    offsets = numbers[:, None] + features[None, :] * STATE
     tl.store(found + base * (FEATURES * STATE) + offsets, state, mask=mask)
     if part == 0:
         tl.store(decays + base, exponential(passed))
