@@ -62,7 +62,7 @@ def _steps(
     return tl.where(real, within(step, bounded, first + each, real, LEAST, MOST), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])  # one kernel for all numbers of sequences
 def contributions_kernel(
     x, dt, A, B, dt_bias, bounded, query_starts, found, decays, x_row, x_head, dt_row, dt_head, B_row, B_group, A_head,
     bias_head, num_sequences, HEADS: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr, STATE: tl.constexpr,
@@ -185,7 +185,7 @@ def _from_state(
     return tl.trans(result)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])  # one kernel for all numbers of sequences
 def outputs_kernel(
     x, dt, A, B, C, D, dt_bias, bounded, query_starts, found, out, x_row, x_head, dt_row, dt_head, B_row, B_group,
     C_row, C_group, A_head, D_head, bias_head, num_sequences, HEADS: tl.constexpr, GROUP: tl.constexpr,
