@@ -87,7 +87,7 @@ def _cache_bytes(cache: Tensor, named: Mapping[str, Any]) -> int:
     starts = named.get("query_starts")
     seen = lens.to("cpu")
     if window:
-        seen = (seen - 1) % window + (seen > 0) if named.get("chunked") else seen.clamp(max=window)
+        seen = ((seen - 1) % window + 1) * (seen > 0) if named.get("chunked") else seen.clamp(max=window)
     held = int(seen.sum())
     if isinstance(starts, Tensor):  # new positions come as arguments key and value and are not read back
         held = max(held - int(starts[-1]), 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,28 @@ class _TorchFlags:
 
 
 _TORCH_FLAGS = _TorchFlags()
+
+
+class CallsSeen(TorchDispatchMode):
+    """Tells of each call of an op in a block, before it is computed."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, see: Callable[[str, tuple[Any, ...]], None]) -> None:
+        """see: gets the op's name without its namespace and overload, and the arguments by position."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's constructor has no annotations
+        self._see = see
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let `torch.compile` work meanwhile: other threads may compile, and torch asks for the whole process."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self._see(getattr(getattr(func, "overloadpacket", None), "__name__", ""), args)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.traceback import preserve_node_meta
 
@@ -56,7 +55,8 @@ def _to_aten(module: fx.GraphModule, form: Form | None) -> fx.GraphModule:
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     constants = list(dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "get_attr"))
     examples = [value_of(node) for node in inputs]
-    mode = detect_fake_mode(examples)
+    # Their own: torch's context may hold another one by now, left by a forward that makes fakes itself.
+    mode = next((value.fake_mode for value in examples if isinstance(value, FakeTensor)), None)
     if mode is None or any(value is None for value in examples):
         unknown = [node.name for node, value in zip(inputs, examples, strict=True) if value is None]
         raise TraceError(

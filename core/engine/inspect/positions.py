@@ -10,7 +10,7 @@ Legend of shapes: T tokens, N rows of a table, D their size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.common.graphs.torch_modes import entered
+from core.common.graphs.torch_modes import CallsSeen, entered
 from core.engine.inspect.attention import NotPageable
 from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.probe import function_bound, given_difference, probe_tokens, relative_difference
@@ -216,40 +215,21 @@ def _recorded(model: nn.Module, count: int) -> Iterator[list[_Seen]]:
             if seen.module is module:
                 seen.result = result
 
-    def see(table: Tensor, numbers: Tensor) -> None:
+    def note(table: Tensor, numbers: Tensor) -> None:
         if running and table.dim() == 2 and numbers.numel() == count and not numbers.is_floating_point():
             found.append(_Seen(running[-1], table, numbers.flatten().tolist()))
+
+    def see(name: str, args: tuple[Any, ...]) -> None:
+        if name == "embedding":
+            note(args[0], args[1])
+        elif name == "index_select" and args[1] == 0:
+            note(args[0], args[2])
+        elif name == "index" and len(args[1]) == 1 and args[1][0] is not None and args[1][0].dtype != torch.bool:
+            note(args[0], args[1][0])
 
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave).remove)
-        stack.enter_context(entered(_Watched(see)))
+        stack.enter_context(entered(CallsSeen(see)))
         yield found
-
-
-class _Watched(TorchDispatchMode):
-    """Tells of each look-up of rows in a block."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, see: Callable[[Tensor, Tensor], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's constructor has no annotations
-        self._see = see
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let `torch.compile` work meanwhile: other threads may compile, and torch asks for the whole process."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
-        if name == "embedding":
-            self._see(args[0], args[1])
-        elif name == "index_select" and args[1] == 0:
-            self._see(args[0], args[2])
-        elif name == "index" and len(args[1]) == 1 and args[1][0] is not None and args[1][0].dtype != torch.bool:
-            self._see(args[0], args[1][0])
-        return func(*args, **(kwargs or {}))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.common.graphs.torch_modes import CallsSeen, entered
 from core.engine.inspect.attention import implementation
 from core.engine.inspect.indexing import checked_indices
 from core.engine.models.architecture import max_position
@@ -18,8 +19,9 @@ from core.quantization.layers import QuantizedModule, rounds_inputs
 
 LONG, SHORT = 96, 5
 """Tokens of the two sequences that share a prefill; far apart, so that a leak between the sequences shows."""
-_SHAKES = 8
+_SHAKES = 16
 """Runs of a model by which `shaken_bound` finds what rounding can do to it."""
+_CHOOSING = ("topk", "sort", "argsort", "argmax", "kthvalue", "bucketize", "searchsorted", "round")
 _BY_LONGEST = ("longrope", "dynamic")
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -141,22 +143,29 @@ def rounding_bound(
 
 
 def shaken_bound(model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[Tensor], run: Run) -> float:
-    """Return the bound of `rounding_bound` by what rounding can do to a model in half precision; 0 in fp32.
+    """Return the difference that rounding makes of `expected` in a model that chooses by numbers; 0 for others.
 
     A router or a quantiser near a tie chooses otherwise after the least rounding, which the few ways in which
     `rounding_bound` computes may miss. So the results of embeddings and linear layers are moved by up to half a unit at
-    random, some times over. run: what gave `expected`. Where that alone makes another function of the model, a run may
-    differ a little more than the worst of these; unrelated logits differ by 1.4.
+    random, some times over, and a run may differ a little more than the worst of these. Unrelated logits differ by 1.4.
+    run: what gave `expected`.
     """
-    if _dtype(model).itemsize >= 4 and not rounds_inputs(model):
+    if not rounds_inputs(model) and (_dtype(model).itemsize >= 4 or not _chooses(model, sequences)):
         return 0.0
     unit = torch.finfo(_dtype(model)).eps / 2
     noise = [0.0]
     for seed in range(_SHAKES):
         with _shaken(model, unit, seed):
             noise.append(_difference(run, model, sequences, expected))
-    worst, most = max(each for each in noise if each < float("inf")), function_bound(model)
-    return 3 * worst if worst <= most else min(max(3 * most, 1.25 * worst), 0.9)
+    return min(1.25 * max(each for each in noise if each < float("inf")), 0.9)
+
+
+def _chooses(model: Any, sequences: Sequence[Sequence[int]]) -> bool:
+    """Tell whether the model's forward chooses by the size of numbers, as a router does."""
+    seen: set[str] = set()
+    with entered(CallsSeen(lambda name, _args: seen.add(name))):
+        own_logits(model, sequences[:1])
+    return not seen.isdisjoint(_CHOOSING)
 
 
 @contextmanager

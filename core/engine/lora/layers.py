@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import core.common.ops.linear  # noqa: F401  # registers core::add_lora
-from core.engine.inspect.attention import SIZE, implementation, register_interfaces
+from core.engine.inspect.attention import SIZE, NotPageable, implementation, register_interfaces
 from core.engine.inspect.indexing import checked_indices
 from core.engine.models.forward import accepted_arguments
 from core.engine.models.hf import import_transformers
@@ -104,6 +104,9 @@ def find_layers(model: Any) -> dict[str, FoundLayer]:
     try:
         with torch.no_grad(), implementation(model, SIZE):
             model(input_ids=tokens, position_ids=torch.zeros_like(ids), use_cache=False, **kept)
+    except Exception as error:  # its code may raise anything, as where an indexer asks for a cache
+        why = f"{type(error).__name__}: {error}"
+        raise NotPageable(f"a forward without a cache, which tells its linear layers, fails: {why}") from error
     finally:
         for handle in handles:
             handle.remove()

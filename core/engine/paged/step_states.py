@@ -115,12 +115,12 @@ class StepCache:
         """What layers of transformers before 5.21 read states of."""
         return StepLayers(self)
 
-    def has_previous_state(self, layer_idx: int, state_idx: int | None = None) -> bool:
-        """Tell whether the sequences have states of a layer, as layers of transformers before 5.21 ask."""
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Tell whether the sequences have states, of a layer or of any, as layers of transformers before 5.21 ask."""
         return all(
             state is not None
             for (_, layer, number), state in self.states.items()
-            if layer == layer_idx and state_idx in (None, number)
+            if layer_idx in (None, layer) and state_idx in (None, number)
         )
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:

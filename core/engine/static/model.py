@@ -10,7 +10,13 @@ from torch import Tensor
 
 from core.device import Device
 from core.engine.inspect.indexing import checked_indices
-from core.engine.inspect.probe import counts_from_zero, function_bound, probe_tokens, relative_difference
+from core.engine.inspect.probe import (
+    counts_from_zero,
+    depends_on_longest,
+    function_bound,
+    probe_tokens,
+    relative_difference,
+)
 from core.engine.models.forward import cache_name
 from core.engine.static.cache import cache_tensors, full_mask, static_cache
 from core.engine.static.masks import hold_row_masks, release_row_masks
@@ -142,6 +148,9 @@ class StaticModel:
 
     def _make_rows(self, num_rows: int) -> None:
         """Put rows in the place of the one, or say why they can't be."""
+        self.why_one = depends_on_longest(self._model.config, self._max_model_len)
+        if self.why_one:
+            return
         hold_row_masks()
         try:
             self.rows = Rows(self._cache, num_rows, packed=self.way["packed"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -13,9 +12,8 @@ import torch
 
 from core.common.graphs.backend import GraphBackendFactory
 from core.common.graphs.streams import capture_lock
-from core.common.inductor import INLINE_AND_INDUCTOR
 from core.common.kernel_compilers import KernelCompiler
-from core.common.lowering import Lowerings, OwnOps
+from core.common.lowering import Lowerings
 from core.common.ops.implementation import OpImplementation
 from core.common.passes import Pass
 from core.device import Capabilities, DeviceParts, MemoryInfo
@@ -24,6 +22,7 @@ from core.hookspecs import DeviceContext, OpenContext, hookimpl
 from core_cuda import exchange
 from core_cuda.compiler import TRITON, begin_key
 from core_cuda.copying import copy_in
+from core_cuda.lowerings import LOWERINGS
 from core_cuda.peers import PEERS
 from core_cuda.probe import probe
 from core_cuda.runner import cuda_graph_backend
@@ -33,18 +32,6 @@ log = logging.getLogger("core.cuda")
 _BFLOAT16_CAPABILITY = (8, 0)
 _KERNEL_CAPABILITY = (8, 0)
 """The least compute capability: needed by Triton, and by the kernels' asynchronous copies and bfloat16 products."""
-_OWN_OPS = OwnOps(
-    by_batch=frozenset(
-        {
-            *("sum", "mean", "var", "std", "var_mean", "norm", "prod", "logsumexp", "cumsum"),
-            *("rms_norm", "layer_norm", "native_layer_norm", "group_norm", "topk", "sort", "argsort"),
-        }
-    ),
-    functions_alike=True,
-)
-"""torch's reductions give a row as many threads as there are few rows (aten/src/ATen/native/cuda/Reduce.cuh), and a
-single one a scan of its own (ScanUtils.cuh); softmax goes by the row's length alone (SoftMax.cu). Norms, and what
-chooses among equals, are not known to. A function is the same code for every number of a tensor."""
 
 
 @hookimpl
@@ -137,7 +124,7 @@ def kernels_missing(capability: tuple[int, int]) -> str:
 @hookimpl
 def core_lowering() -> Lowerings:
     """Run the graph's own Python, whose kernels the graph captures; Inductor on request."""
-    return replace(INLINE_AND_INDUCTOR, batch_invariant=frozenset({"inline"}), own_ops=_OWN_OPS)
+    return LOWERINGS
 
 
 @hookimpl

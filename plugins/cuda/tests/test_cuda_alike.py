@@ -45,6 +45,8 @@ def test_rows_of_products_keep_their_bits(how: str, dtype: torch.dtype, kernel_d
     assert tiles_of(1, 40, 650, dtype).num_shares(650) > 1
     whole = multiply(x, weight, bias)
     check(LINEAR, multiply, [{"x": x.cpu(), "weight": weight.cpu(), "bias": bias.cpu()}], kernel_device)
+    apart = torch.stack((bias, bias.flip(0)), dim=-1)[:, 0]  # every second element of a vector
+    assert torch.equal(multiply(x, weight, apart), whole)
     for count in ROWS:
         for first in {0, max(ROWS) - count, min(3, max(ROWS) - count)}:
             assert torch.equal(multiply(x[first : first + count], weight, bias), whole[first : first + count])
@@ -198,3 +200,15 @@ def test_calls_of_products_that_are_refused() -> None:
     assert reason(x, torch.zeros(8, 4).T) is None
     assert "one run of memory" in str(reason(x, torch.zeros(4, 16)[:, ::2]))
     assert "takes one of" in str(reason(x, torch.zeros(4, 8).double()))
+
+
+def test_what_a_gpu_showed_to_depend_on_rows_is_refused() -> None:
+    """On an H200 sums of 4,096 numbers in fp32 missed the criterion, and a normed head of 72 had other bits alone."""
+    for dtype, reason in ((torch.float32, "exact enough up to 1024"), (torch.bfloat16, "")):
+        call = {"x": torch.zeros(3, 2048, dtype=dtype), "weight": torch.zeros(8, 2048, dtype=dtype), "bias": None}
+        assert reason in (alike_linear.why_not(LINEAR.bind((), call)) or "")
+        assert (alike_linear.why_not(LINEAR.bind((), call)) is None) == (not reason)
+    normed = next(each for each in ROTARY_ATTENTION.samples(torch.bfloat16, CPU) if each.name == "qwen3").kwargs
+    assert alike_attention.rotary_condition(ROTARY_ATTENTION.bind((), normed)) is None
+    odd = {**normed, "query": torch.zeros(3, 4, 72, dtype=torch.bfloat16)}
+    assert "72 features are normed" in (alike_attention.rotary_condition(ROTARY_ATTENTION.bind((), odd)) or "")

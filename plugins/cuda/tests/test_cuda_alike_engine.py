@@ -36,10 +36,10 @@ def device_of(kernel_device: torch.device) -> Device:
     if kernel_device.type == "cuda":
         return select_device("cuda")
     from core_cuda.implementations import IMPLEMENTATIONS
+    from core_cuda.lowerings import LOWERINGS
     from core_cuda.passes.registry import PASSES
-    from core_cuda.plugin import core_lowering
 
-    return acme(ops=IMPLEMENTATIONS, passes=PASSES, lowerings=core_lowering())
+    return acme(ops=IMPLEMENTATIONS, passes=PASSES, lowerings=LOWERINGS)
 
 
 def engine_of(name: str, device: Device, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Engine:

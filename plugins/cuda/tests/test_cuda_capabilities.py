@@ -57,8 +57,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
 
 
 def refusal(op: Any, call: dict[str, Any]) -> str | None:
-    """Return why no kernel for an op takes a call, by the last of them; None where one does."""
-    reasons = [each.condition(op.bind((), call)) for each in IMPLEMENTATIONS if each.op == op.qualified_name]
+    """Return why no kernel for an op takes a call, by the last of them; None where one does.
+
+    The kernels of `deterministic="batch"` are left out, which take less and run on request alone.
+    """
+    kernels = [each for each in IMPLEMENTATIONS if each.op == op.qualified_name and not each.batch_invariant]
+    reasons = [each.condition(op.bind((), call)) for each in kernels]
     return None if None in reasons else reasons[-1]
 
 

@@ -23,7 +23,7 @@ from core.engine.inspect.attention import (
     implementation,
     inspect,
 )
-from core.engine.inspect.masks import Reach
+from core.engine.inspect.masks import ALL, Reach
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.models.tiny_rules import WINDOW
@@ -190,7 +190,7 @@ def test_attending_twice_is_refused() -> None:
 def test_a_module_that_leaves_causality_to_its_mask_is_taken_at_its_mask() -> None:
     model = FakeModel()
     model.attn.is_causal = False
-    assert [layer.window for layer in inspect(model, max_len=32).values()] == [0]
+    assert [layer.reach for layer in inspect(model, max_len=32).values()] == [ALL]
 
 
 def test_a_window_stated_beyond_the_context_does_not_matter() -> None:

@@ -305,3 +305,10 @@ def test_where_there_are_no_adapters_they_are_refused(tmp_path: Path) -> None:
         replace(OFF, speculative=1, draft_model="folder")
     with refused(UsageError, "max_loras=-1"):
         replace(OFF, max_loras=-1)
+
+
+def test_a_model_whose_layers_no_forward_without_a_cache_tells_is_refused() -> None:
+    """The indexers of DeepSeek V3.2 ask for a cache."""
+    loaded = build_model(tiny_config("deepseek_v32"), torch_device=torch.device("cpu"), dtype=torch.float32)
+    with refused(UsageError, "max_loras=4", "which tells its linear layers, fails"):
+        Engine(loaded, cpu(), OFF)

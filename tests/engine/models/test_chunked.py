@@ -12,7 +12,7 @@ import torch
 from core.compilation.options import CompileOptions
 from core.engine.check.comparison import compare
 from core.engine.config import SamplingParams
-from core.engine.inspect.attention import LayerState, NotPageable, implementation
+from core.engine.inspect.attention import LayerState, NotPageable
 from core.engine.inspect.masks import Reach
 from core.engine.models.loading import LoadedModel, build_model
 from core.engine.models.tiny import tiny_config
@@ -20,6 +20,7 @@ from core.engine.models.tiny_rules import WINDOW
 from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.host.selection import select_device
+from tests.engine.models.any_time import alone, served_at_any_time
 
 CONFIG = EngineConfig(
     max_num_seqs=4,
@@ -47,32 +48,10 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-def alone(engine: Engine, prompt: list[int], count: int) -> list[int]:
-    """Return the tokens that the model's own forward gives, without any cache."""
-    tokens = list(prompt)
-    with implementation(engine.loaded.model, engine.native_attention), torch.no_grad():
-        for _ in range(count):
-            ids = torch.tensor([tokens])
-            tokens.append(int(engine.loaded.model(input_ids=ids, use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
 def test_requests_that_come_at_any_time_get_the_tokens_of_the_model_alone(engine: Engine) -> None:
     assert engine.route == "paged", engine.route_reason
     assert {trace.phase for trace in engine.report().traces} == {"decode", "prefill"}
-    before = engine.stats()
-    coming, places, found = list(enumerate(PROMPTS)), {}, {}
-    for turn in range(400):
-        if coming and turn != 4:  # the last finds what the one before it has computed
-            index, prompt = coming.pop(0)
-            places[engine.add_request(prompt, GREEDY)] = index
-        for output in engine.step():
-            if output.completion is not None:
-                found[places[output.request_id]] = output.completion
-        if not coming and not engine.has_unfinished:
-            break
-    after = engine.stats()
-    assert after.chunked > before.chunked and after.mixed_steps > before.mixed_steps and after.reused > before.reused
+    found = served_at_any_time(engine, PROMPTS, GREEDY)
     assert found[4].num_cached_tokens == 20  # five blocks, of which the layer with chunks keeps the last
     for index, prompt in enumerate(PROMPTS):
         assert list(found[index].token_ids) == alone(engine, prompt, 18), index

@@ -267,3 +267,12 @@ def test_tokens_as_a_batch_are_multiplied_in_one_product() -> None:
         out = layer(recurrent._as_batch(tokens))
     assert "aten.bmm.default" not in seen.names  # by a transposition, each token takes a copy of the weight
     assert torch.equal(recurrent._as_tokens(out), layer(tokens))
+
+
+def test_a_steps_cache_tells_whether_sequences_have_states_as_transformers_before_5_21_asks() -> None:
+    state = torch.zeros(1, 2)
+    cache = StepCache({("conv", 0, 0): state, ("recurrent", 0, 0): state, ("conv", 1, 0): None}, {})
+    assert cache.has_previous_state(0) and cache.has_previous_state(0, 0)
+    assert not cache.has_previous_state(1) and not cache.has_previous_state()  # OLMo hybrid asks for no layer
+    assert cache.layers[0].conv_states == {0: state} and cache.layers[1].recurrent_states == {}
+    assert not cache.layers[0].record_past

@@ -20,7 +20,6 @@ from core.engine.models.loading import LoadedModel, build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.serve.async_engine import AsyncEngine
 from core.engine.serve.engine import Engine
-from core.engine.static.cache import cache_tensors
 from core.engine.steps.runner import EngineConfig
 from core.errors import EngineError, UsageError
 from tests.recording import acme
@@ -59,7 +58,7 @@ def fresh(loaded: LoadedModel, device: Device, config: EngineConfig = CONFIG) ->
 
 def cache_of(engine: Engine) -> tuple[Tensor, ...]:
     runner: Any = engine._runner
-    return runner._paged.tensors if engine.route == "paged" else cache_tensors(runner._cache)  # type: ignore[no-any-return]
+    return runner._paged.tensors if engine.route == "paged" else runner._on_cache.tensors  # type: ignore[no-any-return]
 
 
 def memory_of(tensors: Iterable[Tensor]) -> set[int]:

@@ -146,3 +146,23 @@ def test_a_model_without_a_static_cache_is_refused_with_both_reasons(model_type:
         Engine(tiny(model_type), select_device("cpu"), CONFIG)
     assert found in caught.value.found
     assert "does not call transformers' attention interface" in caught.value.found
+
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 128,
+}
+
+
+def test_a_table_chosen_by_the_longest_sequence_is_shared_by_nobody() -> None:
+    """Rows would all turn by the long factors once one of them is beyond the border."""
+    sizes = {"max_position_embeddings": 256, "original_max_position_embeddings": 128, "rope_parameters": LONGROPE}
+    loaded = build_model(tiny_config("phi3", **sizes), torch_device=torch.device("cpu"), dtype=torch.float32)
+    with Engine(loaded, select_device("cpu"), replace(EAGER, max_model_len=200)) as engine:
+        assert engine.route == "static"
+        assert "one sequence at a time: with rope type 'longrope'" in engine.route_reason
+    with Engine(loaded, select_device("cpu"), replace(EAGER, max_model_len=120)) as engine:
+        assert engine.route == "paged"

@@ -100,7 +100,7 @@ SUBJECTS: tuple[Subject, ...] = (
         name="falcon",
         model_type="falcon",
         adds="attention of its own on transformers' static cache",
-        lifts=("lift_layer_norm", "lift_rotary", "lift_attention", "fuse_attention_cache"),
+        lifts=("lift_layer_norm", "lift_rotary", "lift_attention"),
         dtypes=("float32",),
         route="static",
     ),

@@ -26,6 +26,7 @@ SEGMENT = 256
 """Positions that are summed from nothing: a program for each keeps the GPU busy from a few thousand of them on, and
 joining them takes a prompt little of its time."""
 _LARGEST_HEAD = 256
+_EVEN = 16  # as for other norms (norms.py); heads of 72 features had other bits alone, in fp32 on an H200
 _MOST_BYTES = 256 * 1024 * 1024
 """Of what programs that share segments leave for each other; with more, one program takes all of a tile's."""
 _LOG2_E = 1 / math.log(2)
@@ -50,6 +51,9 @@ def why_not(call: OpCall) -> str | None:
 
 def rotary_condition(call: OpCall) -> str | None:
     """Return why the kernels can't take a call of `core::rotary_attention`, or None."""
+    size = call.args["query"].shape[2]
+    if call.args["normalize"] and size % _EVEN:
+        return f"heads of {size} features are normed, one alone in another order unless they are a multiple of {_EVEN}"
     return why_not(call) or prefill.why_not_rotary(call)
 
 
