@@ -16,7 +16,6 @@ from torch import Tensor
 
 from core_cuda.ops import launching
 from core_cuda.ops.recurrent import chunks
-from core_cuda.ops.recurrent.chunks import PRECISION
 from core_cuda.ops.recurrent.space_kernels import contributions_kernel, outputs_kernel, passing_kernel
 from core_cuda.ops.recurrent.states import num_sequences, places, results
 
@@ -28,6 +27,7 @@ MAX_STATE = 256
 """Numbers of state of a feature at most."""
 _BLOCK_STATE = 128
 """Of these, in a product."""
+_HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _PASSED = 1024
 """Numbers of a state that a program passes along a sequence."""
 
@@ -37,16 +37,18 @@ def takes(B: Tensor) -> bool:
     return B.shape[0] >= FEWEST_ROWS and B.shape[2] <= MAX_STATE
 
 
-def _products(*inputs: Tensor) -> dict[str, Any]:
-    """Return how products are computed: rows of a tile, features of a block, the dtype of operands, precision in fp32.
+def _tiles(features: int, size: int, *inputs: Tensor) -> dict[str, Any]:
+    """Return rows of a tile, features and numbers of state of a block, and the dtype of operands.
 
-    bf16 goes by parts (space_kernels.py). fp16 goes by three products of 10 bits each, exact for one operand. fp32 is
-    exact: on an H100 states came to 1.3 times the numeric criterion's bound by three products.
+    Tiles of half precision have 64 rows and columns at least, whatever is padding: smaller ones were wrong on an H100.
+    fp32 is exact: on an H100 states came to 1.3 times the numeric criterion's bound by products of three parts.
     """
-    if all(each.dtype == torch.bfloat16 for each in inputs):
-        return {"TILE": 64, "BLOCK": 64, "OPERAND": tl.bfloat16, "PRECISION": PRECISION}
-    half = all(each.dtype == torch.float16 for each in inputs)
-    return {"TILE": 16, "BLOCK": 32, "OPERAND": tl.float32, "PRECISION": PRECISION if half else "ieee"}
+    numbers = min(_BLOCK_STATE, chunks.block_of(size))
+    halves = _HALVES.get(inputs[0].dtype)
+    if halves is None or any(each.dtype != inputs[0].dtype for each in inputs):
+        block = min(32, chunks.block_of(features))
+        return {"TILE": 16, "BLOCK": block, "BLOCK_STATE": numbers, "OPERAND": tl.float32}
+    return {"TILE": 64, "BLOCK": 64, "BLOCK_STATE": max(numbers, 64), "OPERAND": halves}
 
 
 def in_chunks(
@@ -77,22 +79,19 @@ def in_chunks(
         "GROUP": max(heads // max(B.shape[1], 1), 1),
         "FEATURES": features,
         "STATE": size,
-        "BLOCK_STATE": min(_BLOCK_STATE, chunks.block_of(size)),
         "CHUNK": CHUNK,
         "SOFTPLUS": dt_softplus,
         "LEAST": dt_min,
         "MOST": dt_max,
-        "num_warps": 8,
-        **_products(x, B, C),
+        **_tiles(features, size, x, B, C),
     }
-    how["BLOCK"] = min(how["BLOCK"], chunks.block_of(features))
     programs = num_chunks * heads * triton.cdiv(features, how["BLOCK"])
     bias_head = 0 if dt_bias is None else dt_bias.stride(0)
     strides = *x.stride()[:2], *dt.stride(), *B.stride()[:2]
     given = x, dt, A, B, dt_bias, bounded, starts, found, decays, *strides, A.stride(0), bias_head, count
     grid = (programs * triton.cdiv(size, how["BLOCK_STATE"]),)
     # With one stage it takes 128 registers, so that two programs share a multiprocessor.
-    launching.launch(contributions_kernel, grid, *given, num_stages=1, **how)
+    launching.launch(contributions_kernel, grid, *given, num_warps=8, num_stages=1, **how)
     numbers = features * size
     launching.launch(
         passing_kernel,
@@ -106,5 +105,5 @@ def in_chunks(
     )
     strides = *strides, *C.stride()[:2], A.stride(0), 0 if D is None else D.stride(0)
     given = x, dt, A, B, C, D, dt_bias, bounded, starts, found, out, *strides, bias_head, count
-    launching.launch(outputs_kernel, (programs * (CHUNK // how["TILE"]),), *given, num_stages=2, **how)
+    launching.launch(outputs_kernel, (programs * (CHUNK // how["TILE"]),), *given, num_warps=4, num_stages=2, **how)
     return out

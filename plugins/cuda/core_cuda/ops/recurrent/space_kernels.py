@@ -1,8 +1,8 @@
 """The kernels of space_chunks.py: what chunks add to a state, the states between chunks, and the results of chunks.
 
-A product has one operand that is exact in the dtype of the inputs, and one in fp32. For bf16 the latter is split into
-parts of bf16, and each part multiplied: three parts hold all digits of fp32, which states need, two are enough for
-results that are rounded to bf16.
+Half precision is multiplied by what is known in fp32. Both are split into parts of bf16, one for bf16, two for fp16,
+three for fp32, and each part of one is multiplied by each of the other: three parts hold all digits of fp32, which
+states need, two are enough for results that are rounded to half precision. Where an input is fp32, products are too.
 """
 
 # Triton reads annotations of kernels as types of its own
@@ -18,28 +18,30 @@ from core_cuda.ops.recurrent.states import exponential, rows_of, slot_of, softpl
 
 
 @triton.jit
-def _parts(wide):
-    """Return three parts of bf16 whose sum is wide, fp32: the largest first."""
-    high = wide.to(tl.bfloat16)
-    rest = wide - high.to(tl.float32)
+def _parts(x):
+    """Return three parts of bf16 whose sum is x: the largest first."""
+    high = x.to(tl.bfloat16)
+    rest = x.to(tl.float32) - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
     return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
-def _product(left, right, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return left (M, K) times right (K, N), a sum of its own in fp32; where one is bf16, the other goes by parts."""
-    # The small products first: what they are rounded by is as small.
-    if left.dtype == tl.bfloat16:
-        high, middle, low = _parts(right)
-        result = tl.dot(left, middle, tl.dot(left, low)) if PARTS == 3 else tl.dot(left, middle)
-        return tl.dot(left, high, result)
-    elif right.dtype == tl.bfloat16:
-        high, middle, low = _parts(left)
-        result = tl.dot(middle, right, tl.dot(low, right)) if PARTS == 3 else tl.dot(middle, right)
-        return tl.dot(high, right, result)
+def _product(left, right, PARTS: tl.constexpr):
+    """Return left (M, K) times right (K, N), a sum of its own in fp32, from so many parts of what is fp32."""
+    if left.dtype == tl.float32 and right.dtype == tl.float32:
+        return tl.dot(left, right, input_precision="ieee")
     else:
-        return tl.dot(left, right, input_precision=PRECISION)
+        lefts, rights = _parts(left), _parts(right)
+        num_lefts: tl.constexpr = 1 if left.dtype == tl.bfloat16 else 2 if left.dtype == tl.float16 else PARTS
+        num_rights: tl.constexpr = 1 if right.dtype == tl.bfloat16 else 2 if right.dtype == tl.float16 else PARTS
+        result = tl.zeros((left.shape[0], right.shape[1]), tl.float32)
+        # The small products first: what they are rounded by is as small.
+        for size in tl.static_range(PARTS):
+            for part in tl.static_range(PARTS - size):
+                if part < num_lefts and PARTS - 1 - size - part < num_rights:
+                    result = tl.dot(lefts[part], rights[PARTS - 1 - size - part], result)
+        return result
 
 
 @triton.jit
@@ -67,7 +69,7 @@ def contributions_kernel(
     x, dt, A, B, dt_bias, bounded, query_starts, found, decays, x_row, x_head, dt_row, dt_head, B_row, B_group, A_head,
     bias_head, num_sequences, HEADS: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr, STATE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_STATE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr,
-    LEAST: tl.constexpr, MOST: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, OPERAND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What one chunk adds to BLOCK features of a head with BLOCK_STATE numbers each, and by what the state decays.
 
@@ -102,7 +104,7 @@ def contributions_kernel(
         token = tl.load(x + first * x_row + (each[:, None] * x_row + features[None, :]), mask=inputs, other=0.0)
         wide = real[:, None] & own[None, :]
         keys = tl.load(B + first * B_row + (each[:, None] * B_row + numbers[None, :]), mask=wide, other=0.0)
-        new = _product(tl.trans(keys.to(OPERAND)), token.to(tl.float32) * weights[:, None], 3, PRECISION)
+        new = _product(tl.trans(keys.to(OPERAND)), token.to(tl.float32) * weights[:, None], 3)
         logs = tl.sum(step * rate, 0)
         # Behind `where` the product is a sum of its own: the compiler would start it with the state, by whose size each
         # of its steps would round.
@@ -152,7 +154,6 @@ def passing_kernel(
 @triton.jit
 def _scores(
     B, C, each, real, others, B_row, C_row, STATE: tl.constexpr, BLOCK_STATE: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return C of some rows times B of others, fp32. B, C: at the first of these, of one group."""
     result = tl.zeros((each.shape[0], each.shape[0]), tl.float32)
@@ -163,14 +164,14 @@ def _scores(
         queries = tl.load(C + (each[:, None] * C_row + numbers[None, :]), mask=wide, other=0.0).to(OPERAND)
         wide = others[:, None] & own[None, :]
         keys = tl.load(B + (each[:, None] * B_row + numbers[None, :]), mask=wide, other=0.0).to(OPERAND)
-        result = tl.dot(queries, tl.trans(keys), result, input_precision=PRECISION)
+        result = tl.dot(queries, tl.trans(keys), result, input_precision="ieee")
     return result
 
 
 @triton.jit
 def _from_state(
     C, before, each, real, features, C_row, FEATURES: tl.constexpr, STATE: tl.constexpr, BLOCK_STATE: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Return C of rows times a state, (rows, features) fp32. C: at the first row, of one group; before: of a head."""
     result = tl.zeros((features.shape[0], each.shape[0]), tl.float32)
@@ -181,7 +182,7 @@ def _from_state(
         queries = tl.load(C + (each[:, None] * C_row + numbers[None, :]), mask=wide, other=0.0).to(OPERAND)
         mask = (features < FEATURES)[:, None] & own[None, :]
         state = tl.load(before + (features[:, None] * STATE + numbers[None, :]), mask=mask, other=0.0)
-        result += _product(state, tl.trans(queries), 2, PRECISION)
+        result += _product(state, tl.trans(queries), 2)
     return tl.trans(result)
 
 
@@ -191,7 +192,7 @@ def outputs_kernel(
     C_row, C_group, A_head, D_head, bias_head, num_sequences, HEADS: tl.constexpr, GROUP: tl.constexpr,
     FEATURES: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_STATE: tl.constexpr, TILE: tl.constexpr,
     CHUNK: tl.constexpr, SOFTPLUS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The results of TILE rows of one chunk, for BLOCK features of a head; found holds the state before each chunk."""
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
@@ -213,16 +214,16 @@ def outputs_kernel(
     real = each < (last - first).to(tl.int32)
     step = _steps(dt, bias, bounded, first, each, real, dt_row, SOFTPLUS, LEAST, MOST)
     faded = tl.cumsum(step * rate, 0)
-    if PRECISION == "ieee":
+    queries = C + first * C_row
+    scores = _scores(B + first * B_row, queries, each, real, real, B_row, C_row, STATE, BLOCK_STATE, OPERAND)
+    inputs, places = real[:, None] & shown[None, :], each[:, None] * x_row + features[None, :]
+    token = tl.load(x + first * x_row + places, mask=inputs, other=0.0).to(OPERAND)
+    if token.dtype == tl.float32:
         between = decays_between(step * rate, TILE)
     else:  # differences of sums round by more, though by less than results of half precision do
         apart = tl.minimum(faded[:, None] - faded[None, :], 0.0)
         between = tl.where(each[:, None] >= each[None, :], exponential(apart), 0.0)
-    queries = C + first * C_row
-    scores = _scores(B + first * B_row, queries, each, real, real, B_row, C_row, STATE, BLOCK_STATE, OPERAND, PRECISION)
-    inputs, places = real[:, None] & shown[None, :], each[:, None] * x_row + features[None, :]
-    token = tl.load(x + first * x_row + places, mask=inputs, other=0.0)
-    result = _product(scores * between * step[None, :], token.to(OPERAND), 2, PRECISION)
+    result = _product(scores * between * step[None, :], token, 2)
     if D is not None:
         result += token.to(tl.float32) * tl.load(D + head * D_head).to(tl.float32)
     every = each < TILE
@@ -232,13 +233,13 @@ def outputs_kernel(
         after = _steps(dt, bias, bounded, other + 1, each, each + 1 < TILE, dt_row, SOFTPLUS, LEAST, MOST)
         left = tl.cumsum(after * rate, 0, reverse=True)
         keys = B + other * B_row
-        weights = _scores(keys, queries, each, real, every, B_row, C_row, STATE, BLOCK_STATE, OPERAND, PRECISION)
+        weights = _scores(keys, queries, each, real, every, B_row, C_row, STATE, BLOCK_STATE, OPERAND)
         weights *= exponential(faded[:, None] + left[None, :]) * other_step[None, :]
         earlier = tl.load(x + other * x_row + places, mask=shown[None, :], other=0.0).to(OPERAND)
-        result += _product(weights, earlier, 2, PRECISION)
+        result += _product(weights, earlier, 2)
         faded += tl.sum(other_step * rate, 0)
     before = found + (place * HEADS + head) * (FEATURES * STATE)
-    known = _from_state(queries, before, each, real, features, C_row, FEATURES, STATE, BLOCK_STATE, OPERAND, PRECISION)
+    known = _from_state(queries, before, each, real, features, C_row, FEATURES, STATE, BLOCK_STATE, OPERAND)
     result += exponential(faded)[:, None] * known
     offsets = each[:, None] * (HEADS * FEATURES) + features[None, :]
     tl.store(out + (first * HEADS + head) * FEATURES + offsets, result, mask=inputs)
