@@ -111,7 +111,7 @@ def _states_kernel(
         result += tl.dot(tl.load(scores + chunk), missing, input_precision=PRECISION)
         tl.store(out + (rows[:, None] * HEADS + head) * VALUE + columns, result, mask=shown_rows)
         added = missing * (decays_to_end(logs, CHUNK) * k_root)[:, None]
-        # Behind `where`, as in space_chunks.py, for a sum of its own.
+        # Behind `where`, as in space_kernels.py, for a sum of its own.
         new = tl.where(own[:, None] & shown[None, :], tl.dot(tl.trans(k), added, input_precision=PRECISION), 0.0)
         state = state * exponential(tl.sum(logs, 0)) + new
         place += 1

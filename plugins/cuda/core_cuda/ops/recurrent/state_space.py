@@ -1,7 +1,7 @@
 """`core::selective_state_update` in one launch: a program moves some features of a head's state on, in registers.
 
-Here are single tokens of Mamba 2's form, and few or wide ones of prompts; space_chunks.py has prompts, and
-feature_space.py the form of Mamba.
+Here are single tokens of Mamba 2's form, and few or wide ones of prompts; space_chunks.py has prompts, in parallel over
+chunks, and feature_space.py the form of Mamba.
 """
 
 # Triton reads annotations of kernels as types of its own
