@@ -40,8 +40,9 @@ def takes(B: Tensor) -> bool:
 def _tiles(features: int, size: int, *inputs: Tensor) -> dict[str, Any]:
     """Return rows of a tile, features and numbers of state of a block, and the dtype of operands.
 
-    Tiles of half precision have 64 rows and columns at least, whatever is padding: smaller ones were wrong on an H100.
-    fp32 is exact: on an H100 states came to 1.3 times the numeric criterion's bound by products of three parts.
+    Tiles of half precision have 64 rows and columns at least, whatever is padding: compiled, those of 16 features were
+    wrong on an H200, though right in the interpreter. fp32 is exact: on an H100 states came to 1.3 times the numeric
+    criterion's bound by products of three parts.
     """
     numbers = min(_BLOCK_STATE, chunks.block_of(size))
     halves = _HALVES.get(inputs[0].dtype)
