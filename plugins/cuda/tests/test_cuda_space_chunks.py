@@ -56,9 +56,16 @@ def test_sequences_that_begin_have_no_state_before(dtype: torch.dtype, kernel_de
     judged(SELECTIVE_STATE_UPDATE, selective_state_update, call, kernel_device)
 
 
-@pytest.mark.parametrize("sizes", [(33, 65), (72, 130)], ids=str)
-def test_sizes_off_blocks(sizes: tuple[int, int], kernel_device: torch.device) -> None:
-    call = call_of(torch.bfloat16, (1, 70), (2, 1), sizes)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [(33, 65), (72, 130), (16, 24)], ids=str)
+def test_sizes_off_blocks(sizes: tuple[int, int], dtype: torch.dtype, kernel_device: torch.device) -> None:
+    call = call_of(dtype, (1, 70), (2, 1), sizes)
+    judged(SELECTIVE_STATE_UPDATE, selective_state_update, call, kernel_device)
+
+
+def test_inputs_of_several_dtypes_are_computed_in_fp32(kernel_device: torch.device) -> None:
+    call = call_of(torch.bfloat16, (1, 70), (2, 1))
+    call["B"], call["C"] = call["B"].float(), call["C"].float()
     judged(SELECTIVE_STATE_UPDATE, selective_state_update, call, kernel_device)
 
 

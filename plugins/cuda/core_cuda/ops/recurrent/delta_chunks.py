@@ -18,7 +18,7 @@ from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent import chunks
 from core_cuda.ops.recurrent.chunks import CHUNK, PRECISION, decays_between, decays_to_end, place_of, sequence_at
-from core_cuda.ops.recurrent.states import exponential, num_sequences, places, results, rows_of, slot_of
+from core_cuda.ops.recurrent.states import exponential, group_of, num_sequences, places, results, rows_of, slot_of
 
 MAX_KEY = 256
 """Features of a key at most: a program holds them for a chunk."""
@@ -148,7 +148,7 @@ def in_chunks(
     out, block = results(value, query_starts), min(_COLUMNS, chunks.block_of(width))
     how = {
         "HEADS": heads,
-        "GROUP": max(heads // max(key.shape[1], 1), 1),
+        "GROUP": group_of(heads, key.shape[1]),
         "KEY": key.shape[2],
         "BLOCK_KEY": chunks.block_of(key.shape[2]),
         "CHUNK": CHUNK,

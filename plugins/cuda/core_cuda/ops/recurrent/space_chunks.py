@@ -16,8 +16,9 @@ from torch import Tensor
 
 from core_cuda.ops import launching
 from core_cuda.ops.recurrent import chunks
+from core_cuda.ops.recurrent.space_call import SpaceCall, strides_of
 from core_cuda.ops.recurrent.space_kernels import contributions_kernel, outputs_kernel, passing_kernel
-from core_cuda.ops.recurrent.states import num_sequences, places, results
+from core_cuda.ops.recurrent.states import results
 
 CHUNK = 128
 """Rows of a chunk. Each has a state in memory, which is written twice and read twice."""
@@ -52,59 +53,42 @@ def _tiles(features: int, size: int, *inputs: Tensor) -> dict[str, Any]:
     return {"TILE": 64, "BLOCK": 64, "BLOCK_STATE": max(numbers, 64), "OPERAND": halves}
 
 
-def in_chunks(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    states: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float,
-    bounded: Tensor | None,
-    slots: Tensor | None,
-    kept: Tensor | None,
-    query_starts: Tensor,
-) -> Tensor:
-    """Do what the canonical op does; x, B and C each with rows of one run."""
-    (rows, heads, features), size = x.shape, B.shape[2]
-    count, starts, out = num_sequences(rows, query_starts), query_starts.contiguous(), results(x, query_starts)
-    num_chunks = rows // CHUNK + count
-    found = torch.empty((num_chunks, heads, features, size), dtype=torch.float32, device=x.device)
-    decays = torch.empty((num_chunks, heads), dtype=torch.float32, device=x.device)
-    how: dict[str, Any] = {
-        "HEADS": heads,
-        "GROUP": max(heads // max(B.shape[1], 1), 1),
-        "FEATURES": features,
-        "STATE": size,
-        "CHUNK": CHUNK,
-        "SOFTPLUS": dt_softplus,
-        "LEAST": dt_min,
-        "MOST": dt_max,
-        **_tiles(features, size, x, B, C),
-    }
+def in_chunks(call: SpaceCall) -> Tensor:
+    """Do what the canonical op does."""
+    x, dt, A, B, C, states, D, dt_bias, bounded, read, written, starts = call.tensors
+    (rows, heads, features), size, count = call.x.shape, call.B.shape[2], call.num_sequences
+    num_chunks, out = rows // CHUNK + count, results(call.x, call.query_starts)
+    found = torch.empty((num_chunks, heads, features, size), dtype=torch.float32, device=out.device)
+    decays = torch.empty((num_chunks, heads), dtype=torch.float32, device=out.device)
+    how = {**call.constants, "CHUNK": CHUNK, **_tiles(features, size, call.x, call.B, call.C)}
     programs = num_chunks * heads * triton.cdiv(features, how["BLOCK"])
-    bias_head = 0 if dt_bias is None else dt_bias.stride(0)
-    strides = *x.stride()[:2], *dt.stride(), *B.stride()[:2]
-    given = x, dt, A, B, dt_bias, bounded, starts, found, decays, *strides, A.stride(0), bias_head, count
-    grid = (programs * triton.cdiv(size, how["BLOCK_STATE"]),)
-    # With one stage it takes 128 registers, so that two programs share a multiprocessor.
-    launching.launch(contributions_kernel, grid, *given, num_warps=8, num_stages=1, **how)
+    strides = *call.x.stride()[:2], *call.dt.stride(), *call.B.stride()[:2]
+    of_heads = call.A.stride(0), *strides_of(call.D, 1), *strides_of(call.dt_bias, 1)
+    launching.launch(
+        contributions_kernel,
+        (programs * triton.cdiv(size, how["BLOCK_STATE"]),),
+        *(x, dt, A, B, dt_bias, bounded, starts, found, decays, *strides, of_heads[0], of_heads[2], count),
+        **how,
+        num_warps=8,
+        num_stages=1,  # so it takes 128 registers, and two programs share a multiprocessor
+    )
     numbers = features * size
     launching.launch(
         passing_kernel,
         (count * heads * triton.cdiv(numbers, _PASSED),),
-        *(states, *places(slots, kept), starts, found, decays, states.stride(0)),
+        *(states, read, written, starts, found, decays, call.states.stride(0)),
         HEADS=heads,
         NUMBERS=numbers,
         BLOCK=_PASSED,
         CHUNK=CHUNK,
         num_warps=4,
     )
-    strides = *strides, *C.stride()[:2], A.stride(0), 0 if D is None else D.stride(0)
-    given = x, dt, A, B, C, D, dt_bias, bounded, starts, found, out, *strides, bias_head, count
-    launching.launch(outputs_kernel, (programs * (CHUNK // how["TILE"]),), *given, num_warps=4, num_stages=2, **how)
+    launching.launch(
+        outputs_kernel,
+        (programs * (CHUNK // how["TILE"]),),
+        *(x, dt, A, B, C, D, dt_bias, bounded, starts, found, out, *strides, *call.C.stride()[:2], *of_heads, count),
+        **how,
+        num_warps=4,  # 8 would each compute the same products, of 64 rows, twice
+        num_stages=2,
+    )
     return out
