@@ -110,6 +110,17 @@ def test_the_indexer_of_the_suite_leaves_positions_out_of_the_longer_prompts() -
     assert dict(zip(zoo.PROMPT_LENGTHS, alike, strict=True)) == {1: True, 8: True, 17: False, 34: False}
 
 
+@pytest.mark.slow
+def test_the_choice_of_an_indexer_is_judged_in_every_mode() -> None:
+    device = acme()
+    trial = Trial(device.name, lambda: (device, PROFILE))
+    cases(device)["models/deepseek_v32/float32/modes"].run(trial)
+    assert not trial.failures and not trial.notes
+    assert [each.name for each in trial.measurements] == [
+        f"{what}, mode {mode}" for mode in ("full", "piecewise", "segmented", "off") for what in ("tokens", "logits")
+    ]
+
+
 def planted(fn: Any) -> Device:
     return acme(ops=(OpImplementation(op="core::attention", name="planted", fn=fn),))
 

@@ -93,12 +93,17 @@ def judge_tokens(trial: Trial, bench: Bench, name: str, run: Followed) -> None:
 
 
 def modes(trial: Trial, bench: Bench) -> None:
-    """Judge the logits and tokens of an engine in each mode."""
+    """Judge the logits and tokens of an engine in each mode; where its graphs can't hold the model, note the reason."""
     for mode in (*bench.device.capabilities.modes, "off"):
-        with another_engine(bench, mode=mode) as engine:
+        with another_engine(bench, mode=mode if mode == "off" else (mode, "off")) as engine:
             run = follow(engine, bench.prompts, bench.reference.paths)
-            found = dict(engine.report().modes)
-        trial.require(set(found.values()) == {mode}, f"mode {mode!r} was asked for, and found: {found}")
+            report = engine.report()
+        for phase, found in report.modes.items():
+            told = f"{phase} runs {found!r} instead of {mode!r}: {'; '.join(report.notes) or 'no reason is stated'}"
+            if found != mode and report.notes:
+                trial.note(told)
+            else:
+                trial.require(found == mode, told)
         judge_tokens(trial, bench, f"tokens, mode {mode}", run)
         judge_rows(trial, bench, f"logits, mode {mode}", run)
 
