@@ -83,7 +83,7 @@ def selective_state_update(
     kept: Index = None,
     query_starts: Index = None,
 ) -> Tensor:
-    """Fade the states, add what the token brings, and multiply by C in one product of matrices."""
+    """Fade the states, add what each token brings, and sum their products with C."""
     heads, features = x.shape[1:]
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = functional.softplus(step) if dt_softplus else step
@@ -98,7 +98,7 @@ def selective_state_update(
     def run(rows: slice, before: Tensor) -> tuple[Tensor, Tensor]:
         wide, state = x[rows].float(), before.view(-1, heads, features, B.shape[2])
         state = state * (step[rows] * rates).exp() + (step[rows] * wide[..., None]) * B[rows, :, None]
-        out = (state @ C[rows, ..., None])[..., 0] + wide * skip
+        out = (state * C[rows, :, None]).sum(-1) + wide * skip
         return out.to(x.dtype), state.reshape(before.shape)
 
     return _along(x, states, slots, kept, query_starts, run)
