@@ -150,6 +150,7 @@ def _explain(
     phases = PHASES if phase is None else (phase,)
     with engine_graphs(loaded, resolved, cache=cache, phases=phases, kv_cache_dtype=kv_cache_dtype) as graphs:
         facts["cache"] = graphs[0].cache
+        phases = tuple(graph.phase for graph in graphs)
         explanation = explain(graphs, resolved, switches=switches, strict=strict, model=facts, quantization=report)
     if sizes is None:
         return explanation, []
