@@ -128,7 +128,7 @@ def _whole_graph(
         raise UsageError(f"the graph of {phases[0]} of {name}", found=found, remedy="ask for decode")
     with torch.inference_mode(False):
         forward, manner, _ = open_whole(loaded.model, EngineConfig(), max_model_len=max_model_len, reason=reason)
-        if not forward.way.padded:
+        if not forward.way.traceable:
             raise ModelError(
                 f"the graphs of {name}",
                 found=f"it has none: {reason}; {manner}",

@@ -28,6 +28,13 @@ class Way:
     batched: bool = False
     #: Whether the forward is asked for a cache, which is dropped: as the model's own generation computes a prompt.
     as_prompt: bool = False
+    #: Whether the model's code loops over tokens in Python: a graph would hold each turn.
+    loops: bool = False
+
+    @property
+    def traceable(self) -> bool:
+        """Whether graphs of it are worth having."""
+        return self.padded and not self.loops
 
 
 class WholeForward:

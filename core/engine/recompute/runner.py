@@ -77,9 +77,9 @@ class RecomputeRunner:
         self._most_tokens = max(max_model_len, config.max_step_tokens or MAX_PREFILL_TOKENS)
         self._row_sizes, self._lengths = self._bucket_sizes()
         modes = config.modes_of("decode", device.capabilities)
-        if not way.padded:
-            if "off" not in modes:
-                raise CaptureError("capturing whole sequences", found=manner, remedy="leave the mode out")
+        if not way.padded and "off" not in modes:
+            raise CaptureError("capturing whole sequences", found=manner, remedy="leave the mode out")
+        if not way.traceable and "off" in modes:
             modes = ("off",)
         self.program = self._compile(modes, progress)
         if self.program.keys and (wrong := self._why_wrong(probes)):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.common.graphs.torch_modes import CallsSeen, entered
 from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.probe import (
     LONG,
@@ -31,6 +32,9 @@ _NUM_STEPS = 4
 _OTHER_FUNCTION = 0.1
 """A model's generation differs by less from its forward on whole sequences, also where kernels inside of it compute in
 half precision; unrelated logits differ by 1.4."""
+_GROWTH = 4
+"""How many times the ops of a short sequence the longest may call: attention by blocks calls fewer, a loop over tokens
+more."""
 _LAYOUTS = ((True, True), (True, False), (False, False))
 """Whether padded and masked, in the order in which they are tried."""
 Batch = Sequence[Sequence[int]]
@@ -95,15 +99,16 @@ def choose_way(model: Any, *, max_model_len: int, most: int) -> tuple[Way, str, 
     """
     caching = _generates_by(model, max_model_len)
     probes = Probes(model, max_model_len, caching)
+    loops = _why_a_loop(model, max_model_len)
     width = min(max_model_len, probes.longest + SHORT)
     wrong, touching = list[str](), list[tuple[Way, str, str]]()
     for padded, masked in _LAYOUTS:
-        way = Way(padded=padded, masked=masked, as_prompt=caching is not None)
+        way = Way(padded=padded, masked=masked, as_prompt=caching is not None, loops=bool(loops))
         run = partial(_run, WholeForward(model, way), width if padded else None)
         if why := probes.why_not_alone(run, probes.bound):
             wrong.append(why)
             continue
-        told = "" if padded else f"without padding, eagerly: {_listed(wrong)}"
+        told = loops if padded else f"without padding, eagerly: {_listed(wrong)}"
         if most == 1:
             return way, told, probes
         if why := probes.why_not_together(run, probes.bound, padded=padded):
@@ -126,6 +131,20 @@ def _listed(reasons: Sequence[str]) -> str:
 
 def _joined(*said: str) -> str:
     return "; ".join(filter(None, said))
+
+
+def _why_a_loop(model: Any, max_model_len: int) -> str:
+    """Return how many more ops the model's forward calls for more tokens; "" where these are few."""
+    counts = []
+    for length in (min(SHORT, max_model_len), max_model_len):
+        seen = list[str]()
+        with entered(CallsSeen(lambda name, _args, seen=seen: seen.append(name))):
+            forward_logits(model, probe_tokens(model, length), first=length - 1)
+        counts.append(len(seen))
+    few, many = counts
+    if many <= _GROWTH * few:
+        return ""
+    return f"eagerly: its code loops over tokens, {few} calls of ops for {SHORT} and {many} for {max_model_len}"
 
 
 def _generates_by(model: Any, max_model_len: int) -> Caching | None:
