@@ -135,16 +135,17 @@ def _joined(*said: str) -> str:
 
 def _why_a_loop(model: Any, max_model_len: int) -> str:
     """Return how many more ops the model's forward calls for more tokens; "" where these are few."""
-    counts = []
-    for length in (min(SHORT, max_model_len), max_model_len):
-        seen = list[str]()
-        with entered(CallsSeen(lambda name, _args, seen=seen: seen.append(name))):
-            forward_logits(model, probe_tokens(model, length), first=length - 1)
-        counts.append(len(seen))
-    few, many = counts
+    few, many = (_num_calls(model, length) for length in (min(SHORT, max_model_len), max_model_len))
     if many <= _GROWTH * few:
         return ""
     return f"eagerly: its code loops over tokens, {few} calls of ops for {SHORT} and {many} for {max_model_len}"
+
+
+def _num_calls(model: Any, length: int) -> int:
+    seen = list[str]()
+    with entered(CallsSeen(lambda name, _args: seen.append(name))):
+        forward_logits(model, probe_tokens(model, length), first=length - 1)
+    return len(seen)
 
 
 def _generates_by(model: Any, max_model_len: int) -> Caching | None:
