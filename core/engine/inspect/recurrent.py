@@ -185,7 +185,7 @@ def _noting_cache(model: Any) -> Any:
     """Return an empty cache of the model's layers that notes who uses states; None where no layer has any."""
     try:
         own = _own_cache(model)
-        cache = _noting_class()(config=model.config) if own is None else _noting_class(own)()
+        cache = _noting_class()(config=model.config) if own is None else _noting_class(own, _accessors(own))()
     except Exception:  # transformers has no cache for it, or the model takes none
         return None
     return cache if cache.accessors or any(hasattr(layer, "recurrent_states") for layer in cache.layers) else None
@@ -211,11 +211,11 @@ def _accessors(kind: type) -> tuple[Accessor, ...]:
 
 
 @functools.cache
-def _noting_class(own: type | None = None) -> Any:
+def _noting_class(own: type | None = None, accessors: tuple[Accessor, ...] = ()) -> Any:
     """Return the class of caches that note who uses states: whoever updates them, or reads them by a method.
 
     transformers before 5.21 has no methods to read them: its layers read what they update, from `cache.layers`. own: of
-    a cache that the model brings, made without arguments.
+    a cache that the model brings, made without arguments; accessors: its methods for states.
     """
     from transformers import DynamicCache
 
@@ -240,7 +240,6 @@ def _noting_class(own: type | None = None) -> Any:
     kinds: tuple[Literal["conv", "recurrent"], ...] = ("conv", "recurrent")
     methods = {f"{verb}_{kind}_state": kind for verb in ("get", "update") for kind in kinds}
     found = {name: noted(name, kind) for name, kind in methods.items() if hasattr(base, name)}
-    accessors = () if own is None else _accessors(own)
     for number, names in enumerate(accessors):
         found |= {name: noted(name, "recurrent", number) for name in names}
     return type("NotingCache", (base,), {"__init__": __init__, "accessors": accessors, **found})

@@ -24,6 +24,9 @@ class Way:
     padded: bool
     #: Whether an attention mask tells the padding.
     masked: bool = False
+    #: Whether the forward is told to compute the logits behind last tokens alone (`logits_to_keep`): of each sequence
+    #: at the last place of any, B each in place of T.
+    last_only: bool = False
     #: Whether a call may hold several sequences.
     batched: bool = False
     #: Whether the forward is asked for a cache, which is dropped: as the model's own generation computes a prompt.
@@ -54,8 +57,11 @@ class WholeForward:
         if self.way.masked:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
             more["attention_mask"] = (positions < lengths[:, None]).to(torch.int64)
+        rows, last = torch.arange(input_ids.shape[0], device=input_ids.device), lengths - 1
+        if self.way.last_only:
+            more["logits_to_keep"] = last
         logits: Tensor = self.model(input_ids=input_ids, **more).logits
-        return logits[torch.arange(input_ids.shape[0], device=logits.device), lengths - 1]
+        return logits[rows, rows if self.way.last_only else last]
 
 
 def whole_inputs(

@@ -24,6 +24,7 @@ from core.engine.inspect.probe import (
     relative_difference,
     rounding_bound,
 )
+from core.engine.models.forward import accepted_arguments
 from core.engine.recompute.model import Way, WholeForward, whole_inputs
 from core.engine.static.self_check import told_of
 
@@ -35,8 +36,14 @@ half precision; unrelated logits differ by 1.4."""
 _GROWTH = 4
 """How many times the ops of a short sequence the longest may call: attention by blocks calls fewer, a loop over tokens
 more."""
-_LAYOUTS = ((True, True), (True, False), (False, False))
-"""Whether padded and masked, in the order in which they are tried."""
+_LAYOUTS = (
+    Way(padded=True, masked=True, last_only=True),
+    Way(padded=True, last_only=True),
+    Way(padded=True, masked=True),
+    Way(padded=True),
+    Way(padded=False),
+)
+"""In the order in which they are tried."""
 Batch = Sequence[Sequence[int]]
 Run = Callable[[Batch], Tensor]
 """Returns the logits (B, vocabulary) behind each of these sequences."""
@@ -102,16 +109,18 @@ def choose_way(model: Any, *, max_model_len: int, most: int) -> tuple[Way, str, 
     loops = _why_a_loop(model, max_model_len)
     width = min(max_model_len, probes.longest + SHORT)
     wrong, touching = list[str](), list[tuple[Way, str, str]]()
-    for padded, masked in _LAYOUTS:
-        way = Way(padded=padded, masked=masked, as_prompt=caching is not None, loops=bool(loops))
-        run = partial(_run, WholeForward(model, way), width if padded else None)
+    for layout in _LAYOUTS:
+        if layout.last_only and "logits_to_keep" not in accepted_arguments(model):
+            continue
+        way = replace(layout, as_prompt=caching is not None, loops=bool(loops))
+        run = partial(_run, WholeForward(model, way), width if way.padded else None)
         if why := probes.why_not_alone(run, probes.bound):
             wrong.append(why)
             continue
-        told = loops if padded else f"without padding, eagerly: {_listed(wrong)}"
+        told = loops if way.padded else f"without padding, eagerly: {_listed(wrong)}"
         if most == 1:
             return way, told, probes
-        if why := probes.why_not_together(run, probes.bound, padded=padded):
+        if why := probes.why_not_together(run, probes.bound, padded=way.padded):
             touching.append((way, told, why))
             continue
         return replace(way, batched=True), _joined(f"up to {most} sequences at once", told), probes

@@ -81,9 +81,7 @@ def test_states_in_a_cache_that_a_model_brings_are_found_by_its_methods() -> Non
 
 def test_a_cache_that_a_model_brings_without_pairs_of_methods_has_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent_inspection, "_accessors", lambda _kind: ())
-    recurrent_inspection._noting_class.cache_clear()
     assert inspect_recurrence(tiny("minimax")) is NONE
-    recurrent_inspection._noting_class.cache_clear()
 
 
 @pytest.mark.parametrize(("model_type", "continues"), [("mamba", False), ("jamba", False), ("mamba2", True)])

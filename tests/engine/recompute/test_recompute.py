@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from core.engine.config import SamplingParams
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.recompute import opening
+from core.engine.recompute.model import Way
 from core.engine.recompute.runner import RecomputeRunner
 from core.engine.serve.engine import Engine
 from core.engine.serve.request import Completion
@@ -165,6 +167,24 @@ def test_a_model_that_padding_changes_runs_without_padding() -> None:
     with Engine(tiny("openai-gpt", looks_ahead), "cpu", CONFIG) as engine:
         assert "; up to 4 sequences at once; without padding, eagerly: a sequence differs" in engine.route_reason
         assert is_right(engine) and engine.stats().padded == 0
+
+
+def test_logits_are_of_last_tokens_alone_where_the_forward_can_be_told_so() -> None:
+    loaded = tiny("openai-gpt")
+    own = loaded.model.forward
+
+    @functools.wraps(own)
+    def ignoring(*args: Any, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    for is_told in (True, False):
+        with Engine(loaded, "cpu", CONFIG) as engine:
+            runner: Any = engine._runner
+            assert runner._forward.way == Way(padded=True, masked=True, batched=True, last_only=is_told)
+            assert all(
+                is_as_alone(loaded.model, i, each) for i, each in enumerate(engine.generate(PROMPTS[:1], params(0)))
+            )
+        loaded.model.forward = ignoring
 
 
 def test_without_padding_a_mode_that_was_asked_for_is_refused() -> None:
