@@ -117,7 +117,7 @@ def choose_way(model: Any, *, max_model_len: int, most: int) -> tuple[Way, str, 
         if why := probes.why_not_alone(run, probes.bound):
             wrong.append(why)
             continue
-        told = loops if way.padded else f"without padding, eagerly: {_listed(wrong)}"
+        told = loops if way.padded else f"without padding, eagerly: with it, {_listed(wrong)}"
         if most == 1:
             return way, told, probes
         if why := probes.why_not_together(run, probes.bound, padded=way.padded):

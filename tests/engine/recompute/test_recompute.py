@@ -165,7 +165,9 @@ def test_a_model_whose_rows_touch_each_other_has_one_sequence_at_a_time() -> Non
 
 def test_a_model_that_padding_changes_runs_without_padding() -> None:
     with Engine(tiny("openai-gpt", looks_ahead), "cpu", CONFIG) as engine:
-        assert "; up to 4 sequences at once; without padding, eagerly: a sequence differs" in engine.route_reason
+        assert (
+            "; up to 4 sequences at once; without padding, eagerly: with it, a sequence differs" in engine.route_reason
+        )
         assert is_right(engine) and engine.stats().padded == 0
 
 
