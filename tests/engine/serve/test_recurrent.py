@@ -42,6 +42,7 @@ TYPES = (
     "lfm3",
     "mamba",
     "mamba2",
+    "minimax",
     "nemotron_h",
     "olmo_hybrid",
     "qwen3_5_moe_text",
@@ -50,7 +51,7 @@ TYPES = (
     "zamba2",
     "zaya",
 )
-EAGER_PROMPTS = {"zamba", "zaya"}
+EAGER_PROMPTS = {"minimax", "zamba", "zaya"}
 """Models of which a layer computes what no op stands for."""
 NUM_REQUESTS = 20
 MAX_LEN = 64
