@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from core.compilation.capture.breaks import hold
 from core.engine.static.cache import changed
 from core.engine.static.row_steps import PackedStep, RowStep
 
@@ -105,10 +106,12 @@ class Rows:
         self.step.positions, self._active = positions, active
         for holder, name, whole in self._states:
             _put(holder, name, whole.narrow(0, 0, positions.shape[0]).clone())
+        hold([(self.step, "positions"), *((holder, name) for holder, name, _ in self._states)])
         return self._cache
 
     def end(self) -> None:
         """Keep what the step has done to the rows that are in it."""
+        hold(())
         for holder, name, whole in self._states:
             moved = _get(holder, name)
             rows = whole.narrow(0, 0, moved.shape[0])
