@@ -23,6 +23,7 @@ from reports import (
     stale,
     with_missing_types,
 )
+from tests.installed import NEWEST, skip_where
 
 DEVICES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
@@ -88,6 +89,7 @@ def test_a_page_that_was_changed_by_hand_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_the_page_of_a_sweep_names_the_model_types_that_it_lacks(path: Path) -> None:
+    skip_where(not NEWEST, "has fewer model types than the pages say they lack")
     text = path.read_text(encoding="utf-8")
     types = causal_lm_types()
     assert with_missing_types(text, types) == text, "make reports ARGS=--pages"

@@ -120,7 +120,7 @@ def facts(sites: int, lifted: int, **changes: Any) -> dict[str, Any]:
     kinds = dict.fromkeys(
         (
             *("rms_norm", "add_rms_norm", "gated_activation", "attention"),
-            *("rotary", "layer_norm", "moe_route", "experts"),
+            *("rotary", "layer_norm", "moe_route", "experts", "short_convolution", "recurrence"),
         ),
         0,
     )
