@@ -33,8 +33,11 @@ def open_whole(
     return WholeForward(model, way), manner, probes
 
 
-def refuse_cached(model: Any, config: EngineConfig) -> None:
-    """Raise `UsageError` where the configuration asks for what a model without a cache does not have."""
+def refuse_cached(model: Any, config: EngineConfig, reason: str) -> None:
+    """Raise `UsageError` where the configuration asks for what a model without a cache does not have.
+
+    reason: why it has none.
+    """
     asked = {
         f"speculative={config.speculative}": config.speculative,
         f"cache_tokens={config.cache_tokens}": config.cache_tokens,
@@ -42,5 +45,6 @@ def refuse_cached(model: Any, config: EngineConfig) -> None:
     }
     for what, given in asked.items():
         if given:
-            found = f"{type(model).__name__} has no cache here: each step computes whole sequences, in one process"
+            name = type(model).__name__
+            found = f"{name} has no cache here ({reason}): each step computes whole sequences, in one process"
             raise UsageError(what, found=found, remedy="leave it out")

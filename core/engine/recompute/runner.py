@@ -63,7 +63,7 @@ class RecomputeRunner:
         reason: why it has no cache. Raises `ModelError` where its forward is not what it generates by, and `UsageError`
         where the configuration asks for what needs a cache.
         """
-        refuse_cached(model, config)
+        refuse_cached(model, config, reason)
         self._device, self._config, self._max_model_len = device, config, max_model_len
         self._sampling: tuple[Sampling, ...] = tuple(way for way in config.sampling if way != "shaped") or ("random",)
         self._relocate = None if sleeper is None else sleeper.placing(())

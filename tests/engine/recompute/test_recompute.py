@@ -222,7 +222,7 @@ def test_what_needs_a_cache_is_refused_by_name(changes: dict[str, Any], asked: s
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "num_ranks", lambda: 2)
     with pytest.raises(UsageError, match="2 processes that share the model"):
-        opening.refuse_cached(tiny("openai-gpt").model, CONFIG)
+        opening.refuse_cached(tiny("openai-gpt").model, CONFIG, "why")
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from staggered import Job, draw_jobs, generated, serve
 from tests.installed import needs_type
 from tests.marks import slow_except
 from tests.recording import acme
+from tests.support import refused
 
 TYPES = (
     "bailing_hybrid",
@@ -133,9 +134,11 @@ def test_steps_are_bounded_in_the_tokens_of_prompts_and_in_no_others(
 
 def test_bounds_of_prompts_are_not_lost_where_prompts_have_no_graphs() -> None:
     """transformers' code for one token bounds none: a chunk of one, and tokens computed again, would be wrong."""
-    options = CompileOptions(mode="off")
-    with pytest.raises(ModelError, match="bound steps in prompts alone, and no graph of prompts does that here"):
-        Engine(limited(0.7, 1.0, "mamba2"), acme(), replace(CONFIG, options=options))
+    config, why = replace(CONFIG, options=CompileOptions(mode="off")), "no graph of prompts does that here"
+    with refused(UsageError, "cache_tokens=80", "Mamba2ForCausalLM has no cache here", why):
+        Engine(limited(0.7, 1.0, "mamba2"), acme(), config)
+    with refused(ModelError, f"bound steps in prompts alone, and {why}", "its own generation differs"):
+        Engine(limited(0.7, 1.0, "mamba2"), acme(), replace(config, cache_tokens=None))
 
 
 def unbounded(self: step_states.TokenStates, pool: torch.Tensor, *_: float) -> torch.Tensor:
