@@ -185,10 +185,10 @@ def check_providers(options: CompileOptions, device: Device) -> None:
     """Refuse a request for an implementation of an op that the device does not have, or that can't be used there."""
     for op, wanted in (options.providers or {}).items():
         named = {each.name: each for each in device.ops if each.op == op}
-        if wanted != REFERENCE and (wanted not in named or named[wanted].missing):
+        unknown = op not in declared_ops()
+        if unknown or (wanted != REFERENCE and (wanted not in named or named[wanted].missing)):
             missing = named[wanted].missing if wanted in named else ""
             usable = [name for name, each in named.items() if not each.missing]
-            unknown = op not in declared_ops()
             raise UsageError(
                 f"implementation {wanted!r} of {op!r} on {device.name!r}",
                 found=missing or ("there is no canonical op of that name" if unknown else "the device has none"),

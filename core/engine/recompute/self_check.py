@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from core.common.graphs.torch_modes import CallsSeen, entered
 from core.engine.inspect.indexing import checked_indices
@@ -75,6 +76,10 @@ class Probes:
         """Return how a long and a short sequence differ, each in a call of its own; "" where they don't."""
         return self._why_not(run, ([0], [1]), bound, "a sequence")
 
+    def why_not_wide(self, run: Run, bound: float) -> str:
+        """Return how a short sequence differs by a run whose padding is as long as can be; "" where it does not."""
+        return self._why_not(run, ([1],), bound, "a sequence with all of its padding")
+
     def why_not_together(self, run: Run, bound: float, *, padded: bool) -> str:
         """Return how sequences differ that share a call, of several lengths where it is padded; "" where they don't."""
         shared = ([0, 1, 3], [2, 0]) if padded else ([0, 2], [3, 1])
@@ -106,7 +111,8 @@ def choose_way(model: Any, *, max_model_len: int, most: int) -> tuple[Way, str, 
     """
     caching = _generates_by(model, max_model_len)
     probes = Probes(model, max_model_len, caching)
-    loops = _why_a_loop(model, max_model_len)
+    longest = max_model_len - 1  # a token is generated behind it
+    loops = _why_a_loop(model, longest, probes.bound)
     width = min(max_model_len, probes.longest + SHORT)
     wrong, touching = list[str](), list[tuple[Way, str, str]]()
     for layout in _LAYOUTS:
@@ -114,7 +120,8 @@ def choose_way(model: Any, *, max_model_len: int, most: int) -> tuple[Way, str, 
             continue
         way = replace(layout, as_prompt=caching is not None, loops=bool(loops))
         run = partial(_run, WholeForward(model, way), width if way.padded else None)
-        if why := probes.why_not_alone(run, probes.bound):
+        wide = partial(_run, WholeForward(model, way), max_model_len if way.padded else None)
+        if why := probes.why_not_alone(run, probes.bound) or probes.why_not_wide(wide, probes.bound):
             wrong.append(why)
             continue
         told = loops if way.padded else f"without padding, eagerly: with it, {_listed(wrong)}"
@@ -142,19 +149,28 @@ def _joined(*said: str) -> str:
     return "; ".join(filter(None, said))
 
 
-def _why_a_loop(model: Any, max_model_len: int) -> str:
-    """Return how many more ops the model's forward calls for more tokens; "" where these are few."""
-    few, many = (_num_calls(model, length) for length in (min(SHORT, max_model_len), max_model_len))
+def _why_a_loop(model: Any, longest: int, bound: float) -> str:
+    """Return how many more ops the model's forward calls for the longest sequence; "" where these are few.
+
+    Raises `ValueError` where the forward gives something else for that sequence the second time: hashes that are drawn
+    show there, where they divide the sequence.
+    """
+    few, _ = _calls_of(model, min(SHORT, longest))
+    many, logits = _calls_of(model, longest)
+    again = relative_difference(_calls_of(model, longest)[1], logits)
+    if not again <= bound:
+        raise ValueError(f"its forward on the same {longest} tokens differs by {again:.2g} the second time")
     if many <= _GROWTH * few:
         return ""
-    return f"eagerly: its code loops over tokens, {few} calls of ops for {SHORT} and {many} for {max_model_len}"
+    return f"eagerly: its code loops over tokens, {few} calls of ops for {SHORT} and {many} for {longest}"
 
 
-def _num_calls(model: Any, length: int) -> int:
+def _calls_of(model: Any, length: int) -> tuple[int, Tensor]:
+    """Return how many ops the model's forward calls for so many tokens, and the logits behind the last one."""
     seen = list[str]()
     with entered(CallsSeen(lambda name, _args: seen.append(name))):
-        forward_logits(model, probe_tokens(model, length), first=length - 1)
-    return len(seen)
+        logits = forward_logits(model, probe_tokens(model, length), first=length - 1)
+    return len(seen), logits
 
 
 def _generates_by(model: Any, max_model_len: int) -> Caching | None:
@@ -163,8 +179,9 @@ def _generates_by(model: Any, max_model_len: int) -> Caching | None:
 
     Raises `ValueError` where neither gives that.
     """
-    prompt = probe_tokens(model, max(1, min(max_model_len - _NUM_STEPS, 4 * SHORT)), 5)
-    expected, tokens = _generated(model, prompt)
+    count = min(_NUM_STEPS, max_model_len - 1)
+    prompt = probe_tokens(model, min(max_model_len - count, 4 * SHORT), 5)
+    expected, tokens = _generated(model, prompt, count)
     ways: tuple[Caching | None, ...] = (None, lambda: {"use_cache": True})
     found = []
     for way in ways:
@@ -177,13 +194,16 @@ def _generates_by(model: Any, max_model_len: int) -> Caching | None:
     return ways[found.index(min(found))]
 
 
-def _generated(model: Any, prompt: list[int]) -> tuple[Tensor, list[int]]:
-    """Return the logits of a few tokens that the model's own code generates, and the text before the last of them."""
+def _generated(model: Any, prompt: list[int], count: int) -> tuple[Tensor, list[int]]:
+    """Return the logits of `count` tokens that the model's own code generates, and the text before the last of them."""
     ids = torch.tensor([prompt], device=next(model.parameters()).device)
-    how: dict[str, Any] = {"max_new_tokens": _NUM_STEPS, "do_sample": False, "num_beams": 1, "disable_compile": True}
-    how |= {"eos_token_id": None, "pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
+    how: dict[str, Any] = {"max_new_tokens": count, "do_sample": False, "disable_compile": True, "pad_token_id": 0}
+    how |= {"output_logits": True, "return_dict_in_generate": True}
+    own, model.generation_config = model.generation_config, GenerationConfig()  # what it says of sampling is not asked
     try:
         generated = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
     except Exception as error:  # the model's code may raise anything
         raise ValueError(f"its own generation fails: {told_of(error)}") from None
+    finally:
+        model.generation_config = own
     return torch.cat(generated.logits), generated.sequences[0, :-1].tolist()

@@ -129,7 +129,7 @@ def changed(difference: type, original: Any) -> Any:
 
 @functools.cache
 def _class_with(difference: type, base: type) -> Any:
-    return type(f"{difference.__name__.strip('_')}{base.__name__}", (difference, base), {})
+    return type(base.__name__, (difference, base), {})  # messages name what the model's code knows
 
 
 def _full_length(cache: Any, max_len: int) -> Any:

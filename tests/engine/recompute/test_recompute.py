@@ -25,6 +25,7 @@ from core.engine.serve.request import Completion
 from core.engine.steps.runner import EngineConfig
 from core.errors import CaptureError, ModelError, UsageError
 from core.host.selection import select_device
+from tests.support import refused
 
 CONFIG = EngineConfig(max_num_seqs=4, max_model_len=40, options=CompileOptions(lowering="inline", mode="off"))
 LENGTHS = ((11, 6), (3, 12), (17, 3), (5, 9), (1, 14), (9, 2))
@@ -169,6 +170,50 @@ def test_a_model_that_padding_changes_runs_without_padding() -> None:
             "; up to 4 sequences at once; without padding, eagerly: with it, a sequence differs" in engine.route_reason
         )
         assert is_right(engine) and engine.stats().padded == 0
+
+
+def test_a_model_that_the_longest_padding_changes_runs_without_padding() -> None:
+    def by_length(_module: Any, inputs: Any, output: Tensor) -> Tensor:
+        length = inputs[0].shape[-1]
+        return output * (128 / length if length > 128 else 1)
+
+    with Engine(tiny("gpt_neo", by_length), "cpu", replace(CONFIG, max_model_len=200)) as engine:
+        assert "without padding, eagerly: with it, a sequence with all of its padding differs" in engine.route_reason
+        assert is_right(engine)
+
+
+@pytest.mark.parametrize("model_type", ["openai-gpt", "xlm"])
+def test_the_whole_context_is_served(model_type: str) -> None:
+    """XLM is given one token more than it has, a place to predict."""
+    loaded = tiny(model_type)
+    with Engine(loaded, "cpu", replace(CONFIG, max_model_len=None)) as engine:
+        longest = engine.max_model_len
+        prompt = [3 + index % 50 for index in range(longest - 1)]
+        (found,) = engine.generate([prompt], SamplingParams(max_new_tokens=1, ignore_eos=True))
+    ids = torch.tensor([prompt])
+    own = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+    assert list(found.token_ids) == own[0, longest - 1 :].tolist()
+
+
+def test_hashes_that_are_drawn_are_refused_where_they_divide_the_longest_sequence() -> None:
+    with Engine(tiny("reformer"), "cpu", replace(CONFIG, max_model_len=64)) as engine:
+        assert engine.route == "recompute"
+    with refused(ModelError, "its forward on the same 255 tokens differs", "the second time"):
+        Engine(tiny("reformer"), "cpu", replace(CONFIG, max_model_len=256))
+
+
+def test_what_the_model_says_of_sampling_is_not_asked() -> None:
+    loaded = tiny("openai-gpt")
+    said = loaded.model.generation_config
+    said.num_return_sequences, said.do_sample, said.stop_strings = 2, True, ["x"]
+    with Engine(loaded, "cpu", CONFIG) as engine:
+        assert engine.route == "recompute" and loaded.model.generation_config is said
+
+
+def test_a_context_of_two_tokens_is_enough() -> None:
+    with Engine(tiny("openai-gpt"), "cpu", replace(CONFIG, max_model_len=2)) as engine:
+        (found,) = engine.generate([[5]], SamplingParams(max_new_tokens=1, ignore_eos=True))
+        assert len(found.token_ids) == 1
 
 
 def test_logits_are_of_last_tokens_alone_where_the_forward_can_be_told_so() -> None:
