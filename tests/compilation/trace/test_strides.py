@@ -1,4 +1,4 @@
-"""core/compilation/trace/strides.py: which graphs a device with strides of its own can't run, and what core does then."""
+"""core/compilation/trace/strides.py: which graphs need the strides of fakes, and what becomes of them elsewhere."""
 
 from __future__ import annotations
 

@@ -134,8 +134,9 @@ def _casts(module: fx.GraphModule, nodes: list[fx.Node], change: Change) -> Iter
     """
     for node in nodes:
         value, user = value_of(node), next(iter(node.users), None)
-        reads = user is not None and user.op != "output" and node not in written_args(user)
-        if reads and isinstance(value, Tensor) and value.dtype == torch.float32:
+        if user is None or user.op == "output" or node in written_args(user):
+            continue
+        if isinstance(value, Tensor) and value.dtype == torch.float32:
             yield f"{node} is rounded to bfloat16 before {user}", partial(_round, module, node, user)
 
 
