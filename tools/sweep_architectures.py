@@ -18,7 +18,7 @@ from documentation.pages import escaped, table
 from sweeping import Result, Worker, one_line, read_results, sweep, versions
 
 NUM_TOKENS = 16
-BATCHED = "static, batched"
+BATCHED = "{}, batched"
 # The first is longer than the tiny models' attention window, and the generation leaves it behind in both.
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22])
 
@@ -136,8 +136,8 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def _reasons(result: dict[str, Any]) -> Iterator[str]:
-    if result.get("route") == "static":
-        yield f"static: {result['reason']}"
+    if result.get("route", "paged") != "paged":
+        yield f"{result['route']}: {result['reason']}"
     if result.get("untraced"):
         yield result["untraced"]
     if result.get("verdict") and result["verdict"]["reason"]:
@@ -184,16 +184,25 @@ def _counts(results: list[dict[str, Any]]) -> dict[str, int]:
         "passed (tokens and criterion T1)": sum(r["passed"] for r in done),
         "on the paged cache": sum(r["route"] == "paged" for r in done),
         "on the static cache": sum(r["route"] == "static" for r in done),
-        "of these batched, several sequences at once": sum(_cache(r) == BATCHED for r in done),
+        "of these batched, several sequences at once": sum(_cache(r) == BATCHED.format("static") for r in done),
+        "on no cache, all tokens computed again at each step": sum(r["route"] == "recompute" for r in done),
+        "of these batched as well": sum(_cache(r) == BATCHED.format("recompute") for r in done),
         "segmented": sum("segmented" in r["modes"].values() for r in done),
         "decode not captured, run eagerly": sum(r["modes"]["decode"] == "off" for r in done),
-        "prompts not captured, run eagerly": sum(r["modes"].get("prefill", "off") == "off" for r in done),
+        "prompts not captured, run eagerly": sum(_prompt_mode(r) == "off" for r in done),
     }
 
 
 def _cache(result: dict[str, Any]) -> str:
     """Return which cache a result is of; on the paged one, sequences are always batched."""
-    return BATCHED if result["route"] == "static" and result.get("batched") else str(result["route"])
+    route = str(result["route"])
+    return BATCHED.format(route) if route != "paged" and result.get("batched") else route
+
+
+def _prompt_mode(result: dict[str, Any]) -> str:
+    """Return how prompts run: as decode does where both are the same, else eagerly unless they have a phase."""
+    modes = result["modes"]
+    return str(modes["decode"] if result["route"] == "recompute" else modes.get("prefill", "off"))
 
 
 def _modes(result: dict[str, Any]) -> str:

@@ -147,9 +147,10 @@ def _explain(
         facts |= _cut(loaded.model, *ranks)
     report = report_of(loaded.model)
     facts |= {} if report is None else {"scheme": report.summary()}
-    phases = PHASES if phase is None else (phase,)
+    phases: tuple[str, ...] = PHASES if phase is None else (phase,)
     with engine_graphs(loaded, resolved, cache=cache, phases=phases, kv_cache_dtype=kv_cache_dtype) as graphs:
         facts["cache"] = graphs[0].cache
+        phases = tuple(graph.phase for graph in graphs)
         explanation = explain(graphs, resolved, switches=switches, strict=strict, model=facts, quantization=report)
     if sizes is None:
         return explanation, []

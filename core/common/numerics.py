@@ -151,16 +151,22 @@ def _magnitudes(r: Tensor, tiny: float) -> list[Tensor]:
 
 
 def _ratio_test(g: Tensor, e: Tensor, r: Tensor, dtype: torch.finfo, slack: float) -> _Measured:
-    ours, theirs, size = (g - r).abs(), (e - r).abs(), _rms(r)
+    ours, theirs = (g - r).abs(), (e - r).abs()
     rms, top, eager_rms, eager_top = _rms(ours), float(ours.max()), _rms(theirs), float(theirs.max())
-    floor = dtype.eps / 4 * size
-    factor = slack * (2 if g.numel() >= _ENOUGH else 3)
     # An exactly zero bound (an all-zero reference) admits only an exactly equal result.
-    rms_ratio = _over(rms, factor * eager_rms + floor)
+    most_rms, most = t1_bounds(e, r, dtype, slack)
+    rms_ratio, max_ratio = _over(rms, most_rms), _over(top, most)
     if g.numel() >= _ENOUGH and eager_top > _ISOLATED * _trimmed_rms(theirs):
-        rms_ratio = max(rms_ratio, _over(_trimmed_rms(ours), factor * _trimmed_rms(theirs) + floor))
-    max_ratio = _over(top, 3 * slack * eager_top + 4 * floor)
-    return _Measured(rms, top, eager_rms, eager_top, rms_ratio, max_ratio, _over(eager_rms, max(size, dtype.tiny)))
+        trimmed = most_rms - 2 * slack * (eager_rms - _trimmed_rms(theirs))
+        rms_ratio = max(rms_ratio, _over(_trimmed_rms(ours), trimmed))
+    return _Measured(rms, top, eager_rms, eager_top, rms_ratio, max_ratio, _over(eager_rms, max(_rms(r), dtype.tiny)))
+
+
+def t1_bounds(eager: Tensor, reference: Tensor, dtype: torch.finfo, slack: float = 1.0) -> tuple[float, float]:
+    """Return the rms and the largest error that T1 passes, of values of one magnitude and of this dtype."""
+    errors, floor = eager - reference, dtype.eps / 4 * _rms(reference)
+    factor = 2 if reference.numel() >= _ENOUGH else 3
+    return factor * slack * _rms(errors) + floor, 3 * slack * float(errors.abs().max()) + 4 * floor
 
 
 def _one_by_one(g: Tensor, e: Tensor, r: Tensor, relative: float, slack: float) -> _Measured:

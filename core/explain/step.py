@@ -13,7 +13,7 @@ from torch import Tensor
 from core.compilation.options import CompileOptions
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
-from core.engine.check.graphs import phase_graphs
+from core.engine.check.graphs import engine_graphs
 from core.engine.config import PHASES, SamplingParams
 from core.engine.inspect.attention import NotPageable
 from core.engine.paged.call import PagedCall
@@ -63,8 +63,8 @@ def step_graph(
     """Trace a step as the engine runs it, with the choice of tokens; valid inside of the context only.
 
     phase: "decode", of `batch` sequences that hold `tokens` each, or "prefill", of one prompt of `tokens`. The cache
-    holds zeros, in the dtype that `EngineConfig` names so. A model without a paged cache is shown on the static one at
-    the sizes of `phase_graphs`, with a note. Raises `UsageError` for sizes that the model does not have, and for a
+    holds zeros, in the dtype that `EngineConfig` names so. A model without a paged cache is shown as `engine_graphs`
+    does, at its sizes, with a note. Raises `UsageError` for sizes that the model does not have, and for a
     cache of codes where it has no paged one.
     """
     _check(loaded, phase, batch, tokens)
@@ -81,17 +81,18 @@ def step_graph(
                 found=str(error),
                 remedy="leave the cache's dtype to the model",
             ) from error
-        (graph,) = phase_graphs(loaded, device, phases=(phase,))
-        ids = graph.examples[0]["input_ids"]
-        yield StepGraph(
-            traced=graph.traced,
-            inputs=graph.examples[0],
-            batch=ids.shape[0],
-            tokens=ids.shape[1],
-            num_tokens=ids.numel(),
-            cache="static",
-            notes=(f"no paged cache: {error}; shown at {ids.shape[0]} sequences of {ids.shape[1]} tokens",),
-        )
+        with engine_graphs(loaded, device, phases=(phase,)) as (graph,):
+            ids = graph.examples[0]["input_ids"]
+            cache, _, why = graph.cache.partition(": ")
+            yield StepGraph(
+                traced=graph.traced,
+                inputs=graph.examples[0],
+                batch=ids.shape[0],
+                tokens=ids.shape[1],
+                num_tokens=ids.numel(),
+                cache=cache,
+                notes=(f"{why}; shown at {ids.shape[0]} sequences of {ids.shape[1]} tokens",),
+            )
         return
     try:
         found = next(each for each in runner.phases() if each.name == phase)

@@ -67,7 +67,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core/engine/lora",),
     ("core/engine/steps",),
     ("core/engine/static",),
-    ("core/engine/paged",),
+    ("core/engine/paged", "core/engine/recompute"),
     ("core/engine/serve",),
     ("core/__init__.py", "core/engine/check", "core/engine/http"),
     ("core/engine/replicas", "core/explain", "core/verify/bisect"),

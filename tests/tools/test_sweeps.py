@@ -179,3 +179,21 @@ def test_the_choice_covers_with_few_types_and_says_what_it_left(scripts: Import)
     assert (len(chosen), len(left)) == (module.MAX_TYPES, 20 - module.MAX_TYPES)
     expected = module.expectations([("a", "decode-float32-sdpa")], {"a": results[0]})
     assert expected["cases"] == [{"type": "a", "variant": "decode-float32-sdpa", "lifted": {"rms_norm": [1, 1]}}]
+
+
+def test_a_model_without_a_cache_is_counted_apart_and_its_prompts_as_its_decode(scripts: Import) -> None:
+    sweep = scripts("sweep_architectures")
+    base = {"stage": "done", "passed": True, "batched": True, "reason": "why"}
+    results = [
+        {**base, "route": "recompute", "modes": {"decode": "compile"}},
+        {**base, "route": "recompute", "modes": {"decode": "off"}, "batched": False},
+        {**base, "route": "static", "modes": {"decode": "compile"}},
+        {**base, "route": "paged", "modes": {"decode": "compile", "prefill": "compile"}},
+    ]
+    counts = sweep._counts(results)
+    assert counts["on the static cache"] == counts["on the paged cache"] == 1
+    assert counts["on no cache, all tokens computed again at each step"] == 2
+    assert (counts["of these batched, several sequences at once"], counts["of these batched as well"]) == (1, 1)
+    assert (counts["decode not captured, run eagerly"], counts["prompts not captured, run eagerly"]) == (1, 2)
+    assert [list(sweep._reasons(each)) for each in results[1:]] == [["recompute: why"], ["static: why"], []]
+    assert list(map(sweep._cache, results)) == ["recompute, batched", "recompute", "static, batched", "paged"]

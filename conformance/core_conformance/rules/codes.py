@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.common.numerics import t1_bounds
 from core_conformance.rules.judging import Judged
 from core_conformance.rules.tolerances import CODE_SHARES, FEW_CODES
 from core_conformance.trial import Trial
@@ -56,9 +57,9 @@ def judge_asymmetric(trial: Trial, judged: Judged) -> None:
 def judge_coded(trial: Trial, judged: Judged) -> None:
     """Judge codes, scales and further results of an op that computes values and ends in their codes.
 
-    As `judge_quantized` does, but the values before the codes are rounded too, which moves codes of eager also: theirs
-    may be twice as far from the fp64 ones as eager's are, or as far as T1 lets the values be, and twice as many may
-    differ, beside the share that quantising alone may move.
+    As `judge_quantized` does, but the values before the codes are rounded too, which moves codes of eager also. Codes
+    may be twice as far from the fp64 ones as eager's are, or as far as T1 lets the values be. Twice as many as of eager
+    may differ, or as many as errors of the rms that T1 passes move, beside the share that quantising alone may move.
     """
     kwargs = judged.kwargs
     _judge_others(trial, judged, "scale", *("further result",) * (len(judged.results) - 2))
@@ -67,7 +68,13 @@ def judge_coded(trial: Trial, judged: Judged) -> None:
     dtype = kwargs[next(name for name in ("x", "gate", "query") if name in kwargs)].dtype
     given, eager, wanted = (_ordinals(side[0]) for side in (judged.results, judged.eager, judged.references))
     values, step = _dequantized(judged)
-    steps = _steps(given, wanted, CODE_SHARES[dtype], (eager - wanted).abs(), _close(values, step, dtype))
+    rms, most = _passed_errors(judged, values, step, torch.finfo(dtype))
+    close = (values[0] - values[2]).abs() <= most + 1.01 * step
+    # An error moves a value that lies anywhere between two codes to the next with the probability error / step; 0.8 is
+    # the mean size of normally distributed errors of an rms of 1. Their number scatters by its square root.
+    moved = float((0.8 * rms / step.clamp(min=torch.finfo(dtype).tiny)).clamp(max=1).sum())
+    moved += 2 * moved**0.5
+    steps = _steps(given, wanted, CODE_SHARES[dtype], (eager - wanted).abs(), close, moved)
     trial.record(f"{judged.name}, codes", "T0", *steps, like=judged.results[0])
     _judge_dequantized(trial, judged, values, step)
 
@@ -94,16 +101,17 @@ def _judge_dequantized(trial: Trial, judged: Judged, values: list[Tensor], step:
     trial.record(f"{judged.name}, dequantised", "T1", *_by_steps(values, step), like=judged.results[0])
 
 
-def _close(values: list[Tensor], step: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return at which values the difference stays within T1's bound on the largest error plus one step.
+def _passed_errors(judged: Judged, values: list[Tensor], step: Tensor, dtype: torch.finfo) -> tuple[float, float]:
+    """Return the rms and the largest error that T1 passes of the values that become codes.
 
-    Floating-point codes lie closer together near zero, where an error that T1 allows spans many of them. Eager's error
-    counts only beyond one step, which quantising alone may explain.
+    Floating-point codes lie closer together near zero, where such an error spans many of them. Where only codes of
+    eager are known, its errors count beyond one step, which quantising alone may explain.
     """
-    result, eager, exact = values
-    error = ((eager - exact).abs() - step).clamp(min=0)
-    allowed = 3 * float(error.max()) + torch.finfo(dtype).eps * _rms(exact)  # T1's 4 f, f = eps / 4 * rms
-    return (result - exact).abs() <= allowed + 1.01 * step
+    if judged.uncoded is not None:
+        return t1_bounds(*judged.uncoded(), dtype)
+    _, eager, exact = values
+    beyond = (eager - exact).abs() - step
+    return t1_bounds(exact + beyond.clamp(min=0), exact, dtype)
 
 
 def judge_fp4(trial: Trial, judged: Judged) -> None:
@@ -155,11 +163,17 @@ def _ordinals(codes: Tensor) -> Tensor:
 
 
 def _steps(
-    given: Tensor, wanted: Tensor, share: float, eager: Tensor | None = None, close: Tensor | None = None
+    given: Tensor,
+    wanted: Tensor,
+    share: float,
+    eager: Tensor | None = None,
+    close: Tensor | None = None,
+    moved: float = 0.0,
 ) -> tuple[float, str]:
     """Return the ratio of the share of differing codes to its bound, and why it fails.
 
     eager: the distances of eager's codes. close: codes whose values are near enough, whatever their distance in steps.
+    moved: how many codes errors that pass are expected to move.
     """
     apart = (given - wanted).abs()
     most = 1 if eager is None else max(2 * int(eager.max()), 1)
@@ -168,7 +182,8 @@ def _steps(
     if far:
         steps = "one step" if most == 1 else f"{most} steps"
         return _INF, f"{far} of {apart.numel()} codes are more than {steps} off, by up to {int(apart.max())}"
-    bound = max(share * apart.numel(), FEW_CODES) + (0 if eager is None else 2 * int((eager > 0).sum()))
+    allowed = moved if eager is None else max(2 * int((eager > 0).sum()), moved)
+    bound = max(share * apart.numel(), FEW_CODES) + allowed
     ratio = differing / bound
     off = "one step off" if most == 1 else "off"
     return ratio, f"{differing} of {apart.numel()} codes are {off}, over {bound:.3g}" if ratio > 1 else ""

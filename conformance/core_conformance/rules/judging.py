@@ -35,6 +35,8 @@ class Judged:
     exact: Callable[[], Sequence[Any]]
     #: How floating values are judged: by T1 or T2.
     judge: Judge = field(repr=False)
+    #: Of an op that ends in codes: returns the yardstick's values before they become codes, and the fp64 ones.
+    uncoded: Callable[[], tuple[Tensor, Tensor]] | None = None
 
     @cached_property
     def references(self) -> Sequence[Any]:

@@ -69,4 +69,5 @@ def followed(first: CanonicalOp, second: CanonicalOp, calls: Calls, seed: int = 
         break_point=first.break_point,
         eager=None if first.eager is None else joined(first.eager, second.reference),
         indices=first.indices,
+        first=first,
     )

@@ -61,6 +61,8 @@ class CanonicalOp:
     #: returns new tensors, by name, for the arguments of a call that index others, with values that a step may have, so
     #: that the call can be timed; arguments by name. None where no argument indexes another
     indices: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]] | None = None
+    #: of an op that applies another to the first result of one: that one
+    first: CanonicalOp | None = None
 
     @property
     def name(self) -> str:

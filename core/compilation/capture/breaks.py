@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from core.errors import UsageError
+from core.errors import CaptureError, UsageError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -28,8 +28,14 @@ class Breaker(Protocol):
         """Run the function of the break point `name`."""
 
 
+Held = tuple[Any, str]
+"""An object, and the name of an attribute of it; of a dict, a key."""
+
+
 class _State(threading.local):
     breaker: Breaker | None = None
+    #: What the call that this thread is in has set for its time.
+    held: Sequence[Held] = ()
 
 
 _state = _State()
@@ -54,6 +60,56 @@ def call_break(name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs:
     """Call `fn` as the break point `name`."""
     breaker = _state.breaker
     return fn(*args, **kwargs) if breaker is None else breaker(name, fn, args, kwargs)
+
+
+def hold(held: Sequence[Held]) -> None:
+    """State what a call sets for its own time, such as the tensors of a step that modules read; nothing at its end.
+
+    A break point that is reached meanwhile finds it as it was, at replays too, where nothing sets it. A trace looks
+    through this.
+    """
+    if not torch.compiler.is_compiling():
+        _state.held = held
+
+
+class HeldValues:
+    """What is held at a break point: how it was there."""
+
+    def __init__(self) -> None:
+        self._values = tuple((*each, _get(*each)) for each in _state.held)
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    @contextmanager
+    def set(self, asked: str) -> Iterator[None]:
+        """Set it for a block; raise `CaptureError` where the block set it otherwise. asked: the error's first line."""
+        before = [_get(holder, name) for holder, name, _ in self._values]
+        try:
+            for holder, name, value in self._values:
+                _put(holder, name, value)
+            yield
+            changed = [f"{type(h).__name__}.{name}" for h, name, value in self._values if _get(h, name) is not value]
+        finally:
+            for (holder, name, _), value in zip(self._values, before, strict=True):
+                _put(holder, name, value)
+        if changed:
+            raise CaptureError(
+                asked,
+                found=f"it sets {', '.join(changed)}, which the code after it reads: that would be frozen",
+                remedy="take a module inside of it as the break point",
+            )
+
+
+def _get(holder: Any, name: Any) -> Any:
+    return holder[name] if isinstance(holder, dict) else getattr(holder, name)
+
+
+def _put(holder: Any, name: Any, value: Any) -> None:
+    if isinstance(holder, dict):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)
 
 
 def eager_break(fn: _Function) -> _Function:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from core.common.graphs.backend import BoundCallable, GraphKey, SegmentBackend
 from core.common.graphs.weak import Loose, addresses, has_address
-from core.compilation.capture.breaks import breaking
+from core.compilation.capture.breaks import HeldValues, breaking
 from core.compilation.capture.stitch import EagerStep, GraphStep, Step, stitch
 from core.errors import CaptureError
 
@@ -150,7 +150,7 @@ class _Capture:
         if found_name != name:
             raise _other_way(self._key, name)
         self.num_breaks += 1
-        fn = _as_now(fn, self._device)
+        fn = _as_now(name, fn, self._device)
         # Allocated while recording: from the graphs' own pool, which reuses it once the model's code lets go of it.
         targets = [meta.allocate() for meta in expected]
         self.end()
@@ -223,11 +223,12 @@ def _settled(tree: Any) -> Any:
     return pytree.tree_map_only(Loose, Loose.settle, tree)
 
 
-def _as_now(fn: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return `fn` wrapped in the present autocast regions: at a replay nothing else enters them."""
+def _as_now(name: str, fn: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return `fn` wrapped in the present autocast regions, and what is held: at a replay nothing else sets them."""
     kinds = {"cpu", device.type}
     regions = [(kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
-    if not regions:
+    held = HeldValues()
+    if not regions and not held:
         return fn
 
     @wraps(fn)
@@ -235,6 +236,7 @@ def _as_now(fn: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
         with ExitStack() as stack:
             for kind, dtype in regions:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            stack.enter_context(held.set(f"the break point {name}"))
             return fn(*args, **kwargs)
 
     return call

@@ -12,7 +12,7 @@ from torch import Tensor
 from core.common.numerics import Fp64Mode
 from core.engine.inspect.attention import implementation
 from core.engine.inspect.probe import Caching, forward_logits
-from core.engine.models.forward import accepted_arguments
+from core.engine.models.forward import accepted_arguments, adds_tokens, whole_logits
 
 
 def eager_generate(
@@ -33,6 +33,8 @@ def eager_generate(
     - caching: makes the first cache; None leaves that to the model.
     - given: num_tokens tokens per prompt to go on with, in place of the likeliest.
     """
+    if caching is None and adds_tokens(model):
+        return _generate_whole(model, prompts, num_tokens, given)
     torch_device = next(model.parameters()).device
     longest = max(map(len, prompts))
     padded = longest != min(map(len, prompts))
@@ -59,6 +61,22 @@ def eager_generate(
     return torch.cat(tokens, dim=1).tolist(), list(torch.stack(steps, dim=1).cpu())
 
 
+def _generate_whole(
+    model: Any, prompts: Sequence[Sequence[int]], num_tokens: int, given: Sequence[Sequence[int]] | None
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Do what `eager_generate` does by a model that `adds_tokens`, each prompt alone: no mask tells its padding."""
+    device = next(model.parameters()).device
+    tokens, logits = [], []
+    for index, prompt in enumerate(prompts):
+        known, steps = list(prompt), []
+        for step in range(num_tokens):
+            steps.append(whole_logits(model, torch.tensor([known], device=device))[0])
+            known.append(int(steps[-1].argmax()) if given is None else given[index][step])
+        tokens.append(known[len(prompt) :])
+        logits.append(torch.stack(steps).cpu())
+    return tokens, logits
+
+
 @torch.no_grad()
 def fp64_logits(
     model: Any,
@@ -82,8 +100,8 @@ def fp64_logits(
 def forward_logits_of(
     model: Any, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], caching: Caching | None = None
 ) -> list[Tensor]:
-    """Return the logits on the host that each token was to be chosen from, by one forward per prompt."""
+    """Return the logits on the host that each token was to be chosen from, as `forward_logits` computes them."""
     return [
-        forward_logits(model, [*prompt, *generated[:-1]], caching)[len(prompt) - 1 :].cpu()
+        forward_logits(model, [*prompt, *generated[:-1]], caching, first=len(prompt) - 1).cpu()
         for prompt, generated in zip(prompts, tokens, strict=True)
     ]

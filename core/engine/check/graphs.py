@@ -15,7 +15,10 @@ from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.engine.config import PHASES
 from core.engine.inspect.attention import NotPageable
+from core.engine.inspect.probe import probe_tokens
 from core.engine.paged.runner import PagedRunner
+from core.engine.recompute.model import whole_inputs
+from core.engine.recompute.opening import COST, open_whole
 from core.engine.static.cache import CachedPhase, static_phases
 from core.engine.static.model import open_static
 from core.engine.steps.runner import EngineConfig
@@ -38,7 +41,7 @@ class PhaseGraph:
     examples: tuple[Mapping[str, Tensor], ...]
     #: The model's own function, which was traced; it writes the caches.
     function: Callable[..., Any] | None = None
-    #: Which cache, "paged" (with its dtype where that was asked for) or "static", and why.
+    #: Which cache, "paged" (with its dtype where that was asked for), "static", or "recompute" for none, and why.
     cache: str = ""
 
     def values(self) -> list[tuple[Any, ...]]:
@@ -57,9 +60,9 @@ def engine_graphs(
 ) -> Iterator[tuple[PhaseGraph, ...]]:
     """Trace a model's prefill and decode as the engine runs them; their functions work inside the context only.
 
-    cache: "paged" or "static"; "auto" is the engine's choice, paged wherever it can be. kv_cache_dtype: as in
-    `EngineConfig`; another than "auto" asks for the paged cache. Raises `UsageError` where paged is asked for and can't
-    be, or static with a dtype of its own, and as `phase_graphs`.
+    cache: "paged" or "static"; "auto" is the engine's choice, paged wherever it can be, and without a cache where
+    neither can, then decode alone. kv_cache_dtype: as in `EngineConfig`; another than "auto" asks for the paged cache.
+    Raises `UsageError` where paged is asked for and can't be, or static with a dtype of its own, and as `phase_graphs`.
     """
     if cache == "static" and kv_cache_dtype != "auto":
         raise UsageError(
@@ -85,9 +88,13 @@ def engine_graphs(
                     remedy="ask for cache 'static', or leave the choice to the engine",
                 ) from error
     if runner is None:
+        manner, refused = _manner(loaded, device, length, reason.removeprefix("no paged cache: "))
+        if refused and cache == "auto":
+            yield (_whole_graph(loaded, device, length, refused, phases),)
+            return
         found = phase_graphs(loaded, device, phases=phases)
-        if manner := _manner(loaded, device, length, reason):
-            reason += f"; {manner}"
+        reason += f"; {manner}" if manner else ""
+        reason += f"; the engine does not serve it: {refused}" if refused else ""
         yield tuple(replace(graph, cache=f"static: {reason}") for graph in found)
         return
     try:
@@ -99,16 +106,38 @@ def engine_graphs(
         runner.close()
 
 
-def _manner(loaded: LoadedModel, device: Device, max_model_len: int, reason: str) -> str:
-    """Return how many sequences the engine serves at once on the static cache, by its defaults."""
+def _manner(loaded: LoadedModel, device: Device, max_model_len: int, reason: str) -> tuple[str, str]:
+    """Return how many sequences the engine serves at once on the static cache, by its defaults, or why it does not."""
     with torch.inference_mode(False):
         try:
             static = open_static(loaded.model, device, EngineConfig(), max_model_len=max_model_len, reason=reason)
         except ModelError as error:  # its graphs can be looked at all the same
-            return f"the engine does not serve it: {error.found}"
+            return "", error.found
         manner = static.manner
         static.close()
-        return manner
+        return manner, ""
+
+
+def _whole_graph(
+    loaded: LoadedModel, device: Device, max_model_len: int, reason: str, phases: Sequence[str]
+) -> PhaseGraph:
+    """Trace the forward on whole sequences, as the engine runs a model without a cache. reason: why it has none."""
+    name = type(loaded.model).__name__
+    if "decode" not in phases:
+        found = f"it has no cache ({reason}), and computes prompts as it decodes"
+        raise UsageError(f"the graph of {phases[0]} of {name}", found=found, remedy="ask for decode")
+    with torch.inference_mode(False):
+        forward, manner, _ = open_whole(loaded.model, EngineConfig(), max_model_len=max_model_len, reason=reason)
+        if not forward.way.traceable:
+            raise ModelError(
+                f"the graphs of {name}",
+                found=f"it has none: {reason}; {manner}",
+                remedy="core run serves it; core.compile takes its forward as it is",
+            )
+        sequences = [probe_tokens(loaded.model, length, 3 + length) for length in (7, 5)]
+        inputs = whole_inputs(sequences, device.torch_device)
+        phase = CachedPhase(name="decode", function=forward, inputs=inputs, dynamic={"input_ids": (1,)})
+        return replace(_trace(phase, _other_tokens(phase)), cache=f"recompute: {reason}; {COST}; {manner}")
 
 
 def phase_graphs(loaded: LoadedModel, device: Device, *, phases: Sequence[str] = PHASES) -> tuple[PhaseGraph, ...]:
@@ -150,7 +179,7 @@ def _trace(phase: CachedPhase, other: Mapping[str, Tensor]) -> PhaseGraph:
 
 
 def _other_tokens(phase: CachedPhase) -> Mapping[str, Tensor]:
-    """Return a second set of inputs of a paged step: same positions and slots, other tokens."""
+    """Return a second set of inputs: same positions, slots and lengths, other tokens."""
     return {**phase.inputs, "input_ids": phase.inputs["input_ids"].flip(0)}
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from core.compilation.capture.breaks import Held
+
 
 class HiddenStates:
     """The rows, and which of them the step that runs has to do with.
@@ -26,6 +28,11 @@ class HiddenStates:
         self.slots: Tensor | None = None
         #: Of the tokens behind each of its rows of logits, (R,) int64; None in steps of the served model.
         self.next_slots: Tensor | None = None
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """What is set for the time of a step."""
+        return (self, "slots"), (self, "next_slots")
 
     def write(self, states: Tensor) -> None:
         """Keep the states (T, H) of the step's tokens; between steps, do nothing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from threading import local
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import core.common.ops.attention.paged  # noqa: F401  # registers core::attention
+from core.compilation.capture.breaks import Held
 from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.masks import Reach, prove_causal
 from core.errors import UsageError
@@ -64,6 +65,11 @@ class StepTensors:
     seq_lens: Tensor | None = None
     query_starts: Tensor | None = None
     max_query_len: int = 0
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """What is set for the time of a step: all of it."""
+        return tuple((self, each.name) for each in fields(self))
 
     def clear(self) -> None:
         """Forget the step."""

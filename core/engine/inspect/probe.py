@@ -14,7 +14,7 @@ from core.common.graphs.torch_modes import CallsSeen, entered
 from core.engine.inspect.attention import implementation
 from core.engine.inspect.indexing import checked_indices
 from core.engine.models.architecture import max_position
-from core.engine.models.forward import accepted_arguments
+from core.engine.models.forward import accepted_arguments, adds_tokens, whole_logits
 from core.quantization.layers import QuantizedModule, rounds_inputs
 
 LONG, SHORT = 96, 5
@@ -101,7 +101,7 @@ def own_logits(model: Any, sequences: Sequence[Sequence[int]], caching: Caching 
 
     caching: makes the cache that the keys and values go through; without, the forward runs uncached.
     """
-    return [forward_logits(model, tokens, caching)[-2:] for tokens in sequences]
+    return [forward_logits(model, tokens, caching, first=max(0, len(tokens) - 2)) for tokens in sequences]
 
 
 def stepwise_logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -110,11 +110,17 @@ def stepwise_logits(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tens
 
 
 @checked_indices()
-def forward_logits(model: Any, tokens: Sequence[int], caching: Caching | None = None) -> Tensor:
-    """Return the logits (len(tokens), vocabulary) of one sequence, by the model's forward; caching: as `own_logits`."""
+def forward_logits(model: Any, tokens: Sequence[int], caching: Caching | None = None, first: int = 0) -> Tensor:
+    """Return the logits (len(tokens) - first, vocabulary) behind the tokens of a sequence from `first` on.
+
+    They are of the model's forward, one call for all; of a model that `adds_tokens`, one call for each. caching: as
+    `own_logits`.
+    """
     ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
+    if caching is None and adds_tokens(model):
+        return torch.cat([whole_logits(model, ids[:, : end + 1]) for end in range(first, len(tokens))])
     arguments = {"use_cache": False} if caching is None else caching()
-    logits: Tensor = model(input_ids=ids, return_dict=True, **arguments).logits[0]
+    logits: Tensor = model(input_ids=ids, return_dict=True, **arguments).logits[0, first:]
     return logits
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 StateKey = tuple[Literal["conv", "recurrent"], int, int]
 """A state by kind, number of the layer, and number among the layer's states of that kind."""
+Accessor = tuple[str, str]
+"""Names of two methods of a cache that a model brings: one returns the state of a layer, one takes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +44,8 @@ class RecurrentLayer:
     #: The least and the most that a step of its state space may be in prompts alone, 0 for no bound: transformers' code
     #: for one token knows no bound.
     step_bounds: tuple[float, float] = (0.0, 0.0)
+    #: The methods by which it reads and writes recurrent states, beside transformers' own; by the states' number.
+    accessors: tuple[Accessor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

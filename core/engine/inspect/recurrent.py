@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from core.engine.inspect.attention import NotPageable
 from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.probe import function_bound, probe_tokens, relative_difference
-from core.engine.inspect.recurrence import NONE, Recurrence, RecurrentLayer, StateKey, StateSpec
+from core.engine.inspect.recurrence import NONE, Accessor, Recurrence, RecurrentLayer, StateKey, StateSpec
 from core.engine.models.forward import accepted_arguments, cache_name
 
 _TOKENS = 8
@@ -159,6 +159,7 @@ def _layers(model: nn.Module, cache: Any) -> dict[nn.Module, RecurrentLayer]:
             place=notes.given[module][1],
             states=tuple(each),
             step_bounds=_step_bounds(module),
+            accessors=cache.accessors,
         )
         for module, each in states.items()
     }
@@ -172,6 +173,9 @@ def _step_bounds(module: nn.Module) -> tuple[float, float]:
 
 def _state(cache: Any, key: StateKey) -> Tensor | None:
     kind, layer, number = key
+    if cache.accessors:
+        given = getattr(cache, cache.accessors[number][0])(layer)
+        return given if isinstance(given, Tensor) else None
     states = cache.layers[layer].conv_states if kind == "conv" else cache.layers[layer].recurrent_states
     found: Tensor | None = states[number]
     return found
@@ -180,42 +184,65 @@ def _state(cache: Any, key: StateKey) -> Tensor | None:
 def _noting_cache(model: Any) -> Any:
     """Return an empty cache of the model's layers that notes who uses states; None where no layer has any."""
     try:
-        cache_name(model)
-        cache = _noting_class()(model.config)
+        own = _own_cache(model)
+        cache = _noting_class()(config=model.config) if own is None else _noting_class(own, _accessors(own))()
     except Exception:  # transformers has no cache for it, or the model takes none
         return None
-    return cache if any(hasattr(layer, "recurrent_states") for layer in cache.layers) else None
+    return cache if cache.accessors or any(hasattr(layer, "recurrent_states") for layer in cache.layers) else None
+
+
+def _own_cache(model: Any) -> Any:
+    """Return the class of the cache that a model makes where it is given none, if the model brings that class."""
+    from transformers import DynamicCache
+
+    ids = torch.tensor([probe_tokens(model, 1)], device=next(model.parameters()).device)
+    try:
+        kind = type(model(input_ids=ids, use_cache=True, return_dict=True)[cache_name(model)])
+    except Exception:  # a model's code may raise anything
+        return None
+    return kind if issubclass(kind, DynamicCache) and kind.__module__ == type(model).__module__ else None
+
+
+def _accessors(kind: type) -> tuple[Accessor, ...]:
+    """Return the pairs of methods of a model's own cache that read and write what a layer keeps: `get_` and `set_` of
+    one name."""
+    names = [name.removeprefix("set_") for name in vars(kind) if name.startswith("set_")]
+    return tuple((f"get_{name}", f"set_{name}") for name in names if f"get_{name}" in vars(kind))
 
 
 @functools.cache
-def _noting_class() -> Any:
+def _noting_class(own: type | None = None, accessors: tuple[Accessor, ...] = ()) -> Any:
     """Return the class of caches that note who uses states: whoever updates them, or reads them by a method.
 
-    transformers before 5.21 has no methods to read them: its layers read what they update, from `cache.layers`.
+    transformers before 5.21 has no methods to read them: its layers read what they update, from `cache.layers`. own: of
+    a cache that the model brings, made without arguments; accessors: its methods for states.
     """
     from transformers import DynamicCache
 
-    kinds: tuple[Literal["conv", "recurrent"], ...] = ("conv", "recurrent")
+    base: Any = own or DynamicCache
 
-    def noted(name: str, kind: Literal["conv", "recurrent"]) -> Any:
-        own = getattr(DynamicCache, name)
-        names = list(inspect.signature(own).parameters)
+    def noted(name: str, kind: Literal["conv", "recurrent"], number: int = 0) -> Any:
+        original = getattr(base, name)
+        names = list(inspect.signature(original).parameters)
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             given = dict(zip(names[1:], args, strict=False)) | kwargs
-            _note(self, (kind, given["layer_idx"], given.get("state_idx", 0)))
-            return own(self, *args, **kwargs)
+            _note(self, (kind, given["layer_idx"], given.get("state_idx", number)))
+            return original(self, *args, **kwargs)
 
         return method
 
-    def __init__(self: Any, config: Any) -> None:
-        DynamicCache.__init__(self, config=config)
+    def __init__(self: Any, **given: Any) -> None:
+        base.__init__(self, **given)
         self.notes = _Notes()
 
+    kinds: tuple[Literal["conv", "recurrent"], ...] = ("conv", "recurrent")
     methods = {f"{verb}_{kind}_state": kind for verb in ("get", "update") for kind in kinds}
-    found = {name: noted(name, kind) for name, kind in methods.items() if hasattr(DynamicCache, name)}
-    return type("NotingCache", (DynamicCache,), {"__init__": __init__, **found})
+    found = {name: noted(name, kind) for name, kind in methods.items() if hasattr(base, name)}
+    for number, names in enumerate(accessors):
+        found |= {name: noted(name, "recurrent", number) for name in names}
+    return type("NotingCache", (base,), {"__init__": __init__, "accessors": accessors, **found})
 
 
 def _note(cache: Any, key: StateKey) -> None:

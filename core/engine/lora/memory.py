@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from core.common.ops.implementation import OpImplementation
+from core.compilation.capture.breaks import Held
 from core.engine.lora.layers import AdaptedLayer, AdapterStep, FoundLayer, attach, detach, find_layers
 from core.engine.lora.ranks import slot_rank
 from core.errors import ModelError
@@ -86,6 +87,11 @@ class AdapterMemory:
     def detach(self) -> None:
         """Leave the model's layers as they were; a second call does nothing."""
         detach(self._model, self.layers)
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """What is set for the time of a step."""
+        return ((self._step, "slots"),)
 
     def begin_step(self, slots: Tensor) -> None:
         """Let the layers see which slot each token has, (T,) int64; `NO_SLOT` for none."""

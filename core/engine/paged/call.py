@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from core.compilation.capture.breaks import hold
 from core.engine.config import Sampling
 from core.engine.heads.states import HiddenStates
 from core.engine.inspect.attention import StepTensors
@@ -55,6 +56,10 @@ class PagedLogits:
         self._recurrent = recurrent
         self._past = past
         self.head = head
+        steps_and_more = (*self._steps, positions, states, adapters)
+        self._held = tuple(held for each in steps_and_more if each is not None for held in each.held)
+        if recurrent is not None:
+            self._held += tuple((recurrent, name) for name in ("batch", "runs", "order"))
         self._selects_rows = "logits_to_keep" in accepted_arguments(model)
 
     def __repr__(self) -> str:
@@ -89,7 +94,9 @@ class PagedLogits:
         arguments |= self._positions.begin(position_ids[None], input_ids[None])
         if self._past is not None:
             arguments |= self._past.arguments(position_ids, self._steps[0])
+        hold(self._held)
         output = self._model(input_ids=input_ids[None], use_cache=False, return_dict=True, **arguments)
+        hold(())
         for step in self._steps:
             step.clear()
         self._positions.clear()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from core.engine.inspect.recurrence import Recurrence, RecurrentLayer, StateKey
 from core.engine.paged.blocks import FIRST_SLOT
-from core.engine.paged.step_states import RecurrentStep, Run, SlotStates, StepCache, TokenStates
+from core.engine.paged.step_states import RecurrentStep, Run, SlotStates, StepCache, TokenStates, step_cache_class
 from core.engine.steps.sequence import NULL_SLOT
 from core.engine.steps.step import Step
 from core.errors import ModelError
@@ -44,8 +44,10 @@ class ServedLayer:
     #: As of `Recurrence`.
     continues: bool
     widths: dict[StateKey, int] = field(init=False)
+    cache_class: type[StepCache] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.cache_class = step_cache_class(self.layer.accessors)
         self.widths = {key: pool.shape[-1] for key, pool in self.pools.items() if key[0] == "conv"}
 
     def __deepcopy__(self, memo: object) -> ServedLayer:
@@ -107,7 +109,7 @@ class ServedLayer:
         taken: dict[StateKey, Tensor | None] = {
             key: None if begins else states.taken(pool, *self._bounds(key)) for key, pool in self.pools.items()
         }
-        cache, place = StepCache(taken, self.widths), self.layer.place
+        cache, place = self.cache_class(taken, self.widths), self.layer.place
         if len(args) > place:
             args = (*args[:place], cache, *args[place + 1 :])
         else:
@@ -117,7 +119,8 @@ class ServedLayer:
             new = cache.states[key]
             assert new is not None, "a module kept no state that it keeps elsewhere"
             states.put(pool, kept, new.to(pool.dtype))
-        return out
+        # Some return a state as well, which is of no token, and which nobody takes.
+        return _mapped(out, lambda values: None if any(values is each for each in cache.states.values()) else values)
 
     def _bounds(self, key: StateKey) -> tuple[float, float]:
         """Return the bounds of the steps that move a state on."""
@@ -259,7 +262,7 @@ def _as_tokens(values: Tensor) -> Tensor:
     return values.squeeze(1).unsqueeze(0)
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _mapped(value: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
     """Return what a module takes or gives with all tensors in it changed."""
     if isinstance(value, Tensor):
         return change(value)

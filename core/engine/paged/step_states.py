@@ -5,6 +5,7 @@ Legend of shapes: N slots, S sequences of a step, T its tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from core.common.ops.recurrent import tokens
-from core.engine.inspect.recurrence import StateKey
+from core.engine.inspect.recurrence import Accessor, StateKey
 from core.engine.paged.blocks import DROPPED_SLOT
 from core.engine.steps.sequence import NULL_SLOT
 
@@ -151,6 +152,29 @@ class StepCache:
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return False: earlier states are not kept."""
         return False
+
+
+@functools.cache
+def step_cache_class(accessors: tuple[Accessor, ...]) -> type[StepCache]:
+    """Return the class of a `StepCache` that has these methods as well, for a model that brings a cache of its own."""
+    methods: dict[str, Any] = {}
+    for number, (reads, writes) in enumerate(accessors):
+        methods |= {reads: _reading(number), writes: _writing(number)}
+    return type("OwnStepCache", (StepCache,), methods) if methods else StepCache
+
+
+def _reading(number: int) -> Any:
+    def get(self: StepCache, layer_idx: int) -> Tensor | None:
+        return self.get_recurrent_state(layer_idx, number)
+
+    return get
+
+
+def _writing(number: int) -> Any:
+    def put(self: StepCache, layer_idx: int, state: Tensor) -> None:
+        self.update_recurrent_state(state, layer_idx, number)
+
+    return put
 
 
 class StepLayers:

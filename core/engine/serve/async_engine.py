@@ -248,7 +248,7 @@ class AsyncEngine:
     def _handle_failed_step(self, error: Exception) -> None:
         """Let the engine retry the step; at a second failure, end all requests and generate a token as a test."""
         log.error("a step failed", exc_info=error)
-        if self.engine.route == "paged" and not self._failed_before and not self._lost_tokens():
+        if self.engine.route != "static" and not self._failed_before and not self._lost_tokens():
             self._failed_before = True
             return
         self._failed_before = False

@@ -69,7 +69,7 @@ class Engine(HandsOut, Resting, Described):
         tokenizer: Any | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Choose the route (paged cache, else transformers' static cache, with the reason) and compile.
+        """Choose the route (paged cache, else transformers' static cache, else none, with the reasons) and compile.
 
         model: what `load_model` returned, or transformers' own model on the device, then with its tokenizer
         (`as_loaded`). config: or a mapping of its fields.
@@ -218,8 +218,8 @@ class Engine(HandsOut, Resting, Described):
 
         Once, or several times where sequences only generate (`EngineConfig.decode_steps`). A request joins at the first
         step that has room for it and leaves with the step that returns its completion. A step that only computes a part
-        of a prompt gives it no output. Where the model fails on the paged cache, every request is as it was before:
-        step again. On the static cache, whose states may be half-done, abort. Interrupted where tokens were computed
+        of a prompt gives it no output. Where the model fails, every request is as it was before: step again. On the
+        static cache, whose states may be half-done, abort. Interrupted where tokens were computed
         already, the next call hands them out.
         """
         self._check_ready("a step")

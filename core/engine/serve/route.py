@@ -1,4 +1,4 @@
-"""Which cache a model runs on: the paged one, else transformers' own; and which models open engines serve."""
+"""Which cache a model runs on: the paged one, transformers' own, or none; and which models open engines serve."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from core.engine.inspect.attention import NotPageable
 from core.engine.models.loading import LoadedModel
 from core.engine.paged.runner import PagedRunner
 from core.engine.parallel.agreement import agree
+from core.engine.recompute.opening import COST
+from core.engine.recompute.runner import RecomputeRunner
 from core.engine.serve.agreeing import after_compiling, before_compiling
 from core.engine.serve.drafting import run_with_draft
 from core.engine.static.runner import StaticRunner
@@ -22,7 +24,7 @@ from core.engine.steps.drafts import Drafter, OwnText
 from core.engine.steps.model_runner import ModelRunner
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sleeper import Sleeper
-from core.errors import UsageError
+from core.errors import ModelError, UsageError
 
 log = logging.getLogger("core.engine")
 SERVED: WeakSet[nn.Module] = WeakSet()
@@ -39,8 +41,8 @@ def make_runner(
     progress: Progress | None,
     sleeper: Sleeper | None = None,
 ) -> tuple[ModelRunner, Drafter]:
-    """Return the compiled model on the paged cache, or, with a warning that says why, on transformers' static cache;
-    and what drafts for it, by the draft model where there is one.
+    """Return the compiled model on the paged cache, or, with a warning that says why, on transformers' static cache, or
+    without a cache; and what drafts for it, by the draft model where there is one.
 
     Raises `UsageError` for a model that an open engine serves, and where a model can't have the paged cache and the
     configuration asks for what that alone has, or ranks differ in what they compile. sleeper: moves weights and cache
@@ -108,4 +110,9 @@ def _make(
                 remedy="leave the draft model out",
             ) from None
         log.warning("no paged cache: %s; using transformers' static cache", reason)
+    try:
         return StaticRunner(model, device, config, reason=reason, sleeper=sleeper, **how), OwnText()
+    except ModelError as refusal:
+        reason = refusal.found
+    log.warning("no cache: %s; %s", reason, COST)
+    return RecomputeRunner(model, device, config, reason=reason, sleeper=sleeper, **how), OwnText()

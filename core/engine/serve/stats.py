@@ -83,7 +83,7 @@ class Described:
 
     @property
     def route(self) -> str:
-        """ "paged" or "static": which cache the model runs on."""
+        """ "paged" or "static": which cache the model runs on; "recompute" for none."""
         return self._runner.route
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def static_cache(model: Any, max_len: int) -> Any:
     """Return a `transformers.StaticCache` of max_len positions, layers with a window made to hold all of them."""
     from transformers import StaticCache
 
-    return _full_length(StaticCache(config=model.config, max_cache_len=max_len), max_len)
+    return changed(_LengthNow, _full_length(StaticCache(config=model.config, max_cache_len=max_len), max_len))
 
 
 def cache_tensors(cache: Any) -> tuple[Tensor, ...]:
@@ -106,6 +107,29 @@ def _bound(model: Any, name: str, cache: Any, *, mask_len: int = 0) -> Callable[
         return logits
 
     return forward
+
+
+class _LengthNow:
+    """The difference of our cache from transformers' own, whose layers give the tensor that they go on counting in: a
+    model that asks before it writes, and computes after that, would have the length of later."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Return the length that a layer has now."""
+        length = super().get_seq_length(layer_idx)  # type: ignore[misc]  # of the class that this one is put before
+        return length.clone() if isinstance(length, Tensor) else length
+
+
+def changed(difference: type, original: Any) -> Any:
+    """Return a shallow copy of a layer or a cache that has the methods of `difference` before its own."""
+    kind = _class_with(difference, cast("Any", type(original)))
+    made = kind.__new__(kind)
+    vars(made).update(vars(original))
+    return made
+
+
+@functools.cache
+def _class_with(difference: type, base: type) -> Any:
+    return type(f"{difference.__name__.strip('_')}{base.__name__}", (difference, base), {})
 
 
 def _full_length(cache: Any, max_len: int) -> Any:

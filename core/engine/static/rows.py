@@ -7,14 +7,15 @@ ones.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from core.compilation.capture.breaks import hold
+from core.engine.static.cache import changed
 from core.engine.static.row_steps import PackedStep, RowStep
 
 _KEYS, _INDEXER_KEYS = {"keys": 2, "values": 2}, {"indexer_keys": 1}
@@ -66,7 +67,7 @@ class Rows:
         #: Likewise, of the rowed layers: states, which a step moves on as a whole.
         self._states: list[tuple[Any, Any, Tensor]] = []
         layers = [self._rowed(layer) for layer in cache.layers]
-        self._cache = _with(_RowedCache, cache)
+        self._cache = changed(_RowedCache, cache)
         self._cache.layers, self._cache.step = layers, self.step
 
     @property
@@ -105,10 +106,12 @@ class Rows:
         self.step.positions, self._active = positions, active
         for holder, name, whole in self._states:
             _put(holder, name, whole.narrow(0, 0, positions.shape[0]).clone())
+        hold([(self.step, "positions"), *((holder, name) for holder, name, _ in self._states)])
         return self._cache
 
     def end(self) -> None:
         """Keep what the step has done to the rows that are in it."""
+        hold(())
         for holder, name, whole in self._states:
             moved = _get(holder, name)
             rows = whole.narrow(0, 0, moved.shape[0])
@@ -127,7 +130,7 @@ class Rows:
         kind = type(layer)
         if kind.__module__ != "transformers.cache_utils" or kind.__name__ not in _LAYERS:
             raise ValueError(f"its cache has layers of its own class {kind.__name__}, which may keep anything")
-        rowed = _with(_RowedLayer, layer)
+        rowed = changed(_RowedLayer, layer)
         rowed.step = self.step
         for name, value in vars(layer).items():
             if isinstance(value, dict):
@@ -192,19 +195,6 @@ class _RowedCache:
     def get_query_offset(self, layer_idx: int = 0) -> Tensor:
         """Return the rows' positions, of which masks are made."""
         return self.step.query_offset
-
-
-def _with(difference: type, original: Any) -> Any:
-    """Return a shallow copy of a layer or a cache that has these methods before its own."""
-    kind = _class_with(difference, cast("Any", type(original)))
-    made = kind.__new__(kind)
-    vars(made).update(vars(original))
-    return made
-
-
-@functools.cache
-def _class_with(difference: type, base: type) -> Any:
-    return type(f"Rowed{base.__name__}", (difference, base), {})
 
 
 def _get(holder: Any, name: Any) -> Any:

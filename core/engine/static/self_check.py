@@ -77,7 +77,7 @@ class RunRows:
         """Return how the logits of a row's sequence differ from those of the model's own forward."""
         tokens = self._tokens[row][: self._done[row]]
         first = len(self._tokens[row]) - _NUM_STEPS
-        expected = forward_logits(self.model, tokens)[first - 1 :]
+        expected = forward_logits(self.model, tokens, first=first - 1)
         return largest_difference([torch.stack(self._logits[row])], [expected])
 
 

@@ -8,7 +8,7 @@ from core.engine.steps.sequence import NULL_SLOT, Sequence
 
 
 class Slots:
-    """The `SequenceCache` of the static route: a sequence has one row, with room for the whole context.
+    """The `SequenceCache` of routes where a sequence has one row, with room for the whole context, or no cache at all.
 
     `Sequence.slot` is the row's number counted from 1.
     """

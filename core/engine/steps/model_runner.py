@@ -1,4 +1,4 @@
-"""`ModelRunner`: the interface between the engine and a loaded model, for either cache."""
+"""`ModelRunner`: the interface between the engine and a loaded model, on either cache or without."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SequenceCache(Protocol):
 class ModelRunner(Protocol):
     """Computes steps and owns the cache."""
 
-    #: Which cache: "paged" or "static".
+    #: Which cache: "paged" or "static", or "recompute" for none.
     route: str
     #: Why that cache.
     reason: str

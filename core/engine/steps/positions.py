@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+from core.compilation.capture.breaks import Held
 from core.engine.inspect.positions import Counting, Lookup, Rows
 
 _LOOKUP = "_core_lookup"
@@ -60,6 +61,11 @@ class ServedPositions:
         for module in self._modules:
             for name in (_LOOKUP, "forward"):
                 module.__dict__.pop(name, None)
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """What is set for the time of a step."""
+        return (self._step, "positions"), (self._step, "tokens")
 
     def begin(self, positions: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         """Begin a step, until `clear`; return the arguments of the model that tell positions.

@@ -26,11 +26,18 @@ Kernel = Callable[..., "Tensor | tuple[Tensor, ...]"]
 Dtype = torch.dtype | None
 
 
-def kernel_of(op: CanonicalOp, namespace: str = "acme") -> Callable[[Kernel], torch._ops.OpOverload]:
-    """Return the decorator that registers a kernel as `namespace::name` with the schema and the fake of `op`."""
+def kernel_of(
+    op: CanonicalOp, namespace: str = "acme", *, keywords: bool = True
+) -> Callable[[Kernel], torch._ops.OpOverload]:
+    """Return the decorator that registers a kernel as `namespace::name` with the schema and the fake of `op`.
+
+    keywords: whether arguments by keyword alone stay that; torch takes no tensors among them, and the kernel gets all
+    arguments by position otherwise.
+    """
 
     def register(kernel: Kernel) -> torch._ops.OpOverload:
         schema = op.schema.removeprefix(op.name)
+        schema = schema if keywords else schema.replace("*, ", "")
         name = f"{namespace}::{kernel.__name__}"
         made = torch.library.custom_op(name, kernel, mutates_args=op.mutates, schema=schema)
         made.register_fake(op.fake)

@@ -8,7 +8,7 @@ import torch
 from core.common.ops.implementation import OpCall, OpImplementation
 from torch import Tensor
 
-from core_acme import attention, kernels
+from core_acme import attention, kernels, recurrent
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels read and write; they compute in fp32."""
@@ -85,4 +85,16 @@ IMPLEMENTATIONS = (
     ),
     OpImplementation(op="core::attention", name="acme_attention", fn=attention.attention, condition=pages),
     OpImplementation(op="core::quantize", name="acme_quantize", fn=kernels.quantize, condition=codes),
+    OpImplementation(
+        op="core::causal_conv1d_update",
+        name="acme_causal_conv1d_update",
+        fn=recurrent.causal_conv1d_update,
+        condition=refused_dtype,
+    ),
+    OpImplementation(
+        op="core::selective_state_update",
+        name="acme_selective_state_update",
+        fn=recurrent.selective_state_update,
+        condition=refused_dtype,
+    ),
 )

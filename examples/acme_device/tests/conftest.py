@@ -46,7 +46,8 @@ def fault_of() -> Judge:
             return outputs(fn(*(given[key] for key in positional), **rest))
 
         results, eager = run(function, ours), run(op.reference, theirs)
-        reference = outputs(exact(op.reference, call)[0])
+        given, left = exact(op.reference, call)
+        reference = outputs(given)
         for result, expected, true in zip(results, eager, reference, strict=True):
             metadata = (
                 (result.dtype, result.shape, strides(result)),
@@ -59,8 +60,11 @@ def fault_of() -> Judge:
                 return f"a result: {outcome}"
         for key, value in ours.items():
             held = slice(1 if key in NULL_BLOCK else 0, None)
-            if isinstance(value, Tensor) and value.dim() and not same(value[held], theirs[key][held]):
-                return f"argument {key} is left otherwise"
+            if not isinstance(value, Tensor) or not value.dim() or same(value[held], theirs[key][held]):
+                continue
+            outcome = compare(value[held], theirs[key][held], lambda true=left[key][held]: true)  # type: ignore[misc]
+            if outcome is None or outcome[0]:
+                return f"argument {key} is left otherwise: {outcome}"
         return ""
 
     return judge

@@ -48,6 +48,7 @@ ON_SAMPLES: dict[str, tuple[str, str, torch.dtype]] = {
     "quantize-zeros": ("quantize", "float8_e4m3fn, rows of zeros", torch.float32),
     "attention-stale-row": ("attention", "decode", torch.float32),
     "attention-length": ("attention", "prefill", torch.float32),
+    "attention-rejected": ("attention", "decode", torch.float32),
     "attention-scale": ("attention", "prefill", torch.float32),
     "attention-padding": ("attention", "decode padded", torch.float32),
     "attention-padding-rows": ("attention", "decode padded", torch.float32),
@@ -58,6 +59,10 @@ ON_SAMPLES: dict[str, tuple[str, str, torch.dtype]] = {
     "attention-sinks": ("attention", "sinks", torch.float32),
     "attention-heads": ("attention", "prefill", torch.float32),
     "attention-blocks": ("attention", "prefill", torch.float32),
+    "state-stale": ("selective_state_update", "slots", torch.float32),
+    "state-neighbour": ("causal_conv1d_update", "slots", torch.float32),
+    "state-not-reset": ("selective_state_update", "slots, written to others", torch.float32),
+    "state-border": ("causal_conv1d_update", "sequences", torch.float32),
 }
 
 
@@ -315,7 +320,7 @@ def _memory_in_use() -> Iterator[None]:
 def test_every_fault_is_tried() -> None:
     tried = [*ON_SAMPLES, *CHECKS, *IN_A_PROCESS, *BETWEEN_PROCESSES, *ELSEWHERE]
     assert sorted(tried) == sorted(FAULTS)
-    assert {fault.area for fault in FAULTS.values()} <= {"host", "torch", "ops", "fakes", "graphs", "passes"}
+    assert {fault.area for fault in FAULTS.values()} <= {"host", "torch", "ops", "fakes", "graphs", "passes", "models"}
     assert len(FAULTS) >= 50
 
 

@@ -220,6 +220,31 @@ def late_landing() -> bool:
     return bool(late)
 
 
+def choices(largest: int) -> tuple[list[int], list[int]]:
+    """Return the two places that replays choose of 64, once the largest is here and once at the other end."""
+    made, scores = backend(), torch.arange(64.0).roll(1 + largest)
+    capture(made, lambda: (scores.topk(2).indices, scores[:8].topk(2).indices), scores=scores)
+    found = []
+    for _ in range(2):
+        chosen, few = made.replay(ONE)
+        assert few.tolist() == scores[:8].topk(2).indices.tolist()
+        found.append(chosen.tolist())
+        scores.copy_(scores.flip(0))
+    return found[0], found[1]
+
+
+def choice_stale() -> bool:
+    """Whether a replay chooses by the scores of the one before."""
+    first, second = choices(40)
+    assert first == [40, 39]
+    return second == first
+
+
+def choice_off_by_one() -> bool:
+    """Whether the largest is left out."""
+    return choices(40) == ([39, 38], [24, 25])
+
+
 CHECKS: Mapping[str, Callable[[], bool]] = {
     check.__name__.replace("_", "-"): check
     for check in (
@@ -241,6 +266,8 @@ CHECKS: Mapping[str, Callable[[], bool]] = {
         thread_mixed,
         rng_advances,
         late_landing,
+        choice_stale,
+        choice_off_by_one,
     )
 }
 
@@ -259,7 +286,7 @@ def planted_in(module: str) -> list[str]:
 
 
 def test_every_fault_of_the_backend_is_tried() -> None:
-    assert sorted(CHECKS) == planted_in("graphs")
+    assert sorted(CHECKS) == sorted(planted_in("graphs") + planted_in("choices"))
     assert len(planted_in("processes")) == 9, "which show between processes alone: the conformance suite starts these"
 
 

@@ -39,7 +39,7 @@ def test_the_hooks_pass_validation() -> None:
     context = _context()
     assert manager.hook.core_graph_backend(context=context) is RecordingBackend
     assert [len(found) for found in manager.hook.core_register_passes(context=context)] == [1]
-    assert len(manager.hook.core_register_ops(context=context)[0]) == 7
+    assert len(manager.hook.core_register_ops(context=context)[0]) == 9
     assert not manager.hook.core_conformance(context=context).not_supported
 
 

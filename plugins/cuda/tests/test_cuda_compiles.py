@@ -32,10 +32,8 @@ the operands of products."""
 FETCHING = 192
 """The same, where the warps that only fetch have few registers, so that those that multiply have more."""
 KNOWN = {("mqa drafts 512", c) for c in SHARED} | {("gemma 2", 100), ("8b codes, coded", 89), ("streamed int4, 1", 90)}
-KNOWN |= {("state space of prompts", 90)}
-"""Calls, by capability, whose kernel spills more: heads of 512 with 64 rows, and of 256, are
-served there, not fast; 18 registers of deep tiles of 4-bit codes, which were the fastest on an H100 all the same; and
-of chunks of a state space, whose decays are nearly rounded."""
+"""Calls, by capability, whose kernel spills more: heads of 512 with 64 rows, and of 256, are served there, not fast; 18
+registers of deep tiles of 4-bit codes were the fastest on an H100 all the same."""
 CALLS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "lora": (),
@@ -70,7 +68,7 @@ KERNELS: dict[str, set[str]] = {
     "rotary": {"rotary_kernel", "_table_kernel", "prefill_kernel", "hopper_kernel"},
     "recurrent": {
         *("_convolution_kernel", "_packed_kernel", "_states_kernel", "_delta_kernel", "_state_space_kernel"),
-        *("_rows_kernel", "_chunks_kernel", "_features_kernel"),
+        *("_rows_kernel", "_features_kernel", "contributions_kernel", "passing_kernel", "outputs_kernel"),
     },
     "flashinfer": {"tiles_kernel", "chunks_kernel", "works_kernel"},
     "alike": {"alike_linear_kernel", "alike_attention_kernel", "join_kernel", "rotary_kernel", "_write_kernel"},
@@ -97,7 +95,7 @@ OTHERS = (
     *("8b 4096 in 8", "gemma 2", "8b codes, coded", "qwen3 8", "mixtral 64", "qwen3 4096", "route qwen3"),
     *("qwen3 pairs 64", "qwen3 sum 64", "qwen3 shared gate 64"),
     *("qwen3 8 experts", "qwen3 32768 experts"),
-    *("convolution 64", "delta 64", "kimi 1", "state space 64"),
+    *("convolution 64", "delta 64", "kimi 1", "state space 64", "state space of prompts"),
     *("alike linear 1024 x 6144", "alike attention 128, 64"),
     *("8b rotary 64", "8b table 64", "8b qk norm 64", "8b codes, half 64"),
 )

@@ -12,7 +12,7 @@ from core_acme.runner import RecordingBackend
 from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
-from core.compilation.capture.breaks import eager_break
+from core.compilation.capture.breaks import eager_break, hold
 from core.compilation.capture.segments import CapturedParts, capture_parts
 from core.errors import CaptureError
 from tests.recording import graph_bytes
@@ -154,6 +154,50 @@ def test_a_break_in_an_autocast_region_replays_in_it() -> None:
 
     agrees(fn)
     assert not torch.is_autocast_enabled("cpu")
+
+
+class Step:
+    """What a call sets for its own time."""
+
+    rows: Tensor | None = None
+
+
+def test_a_break_replays_with_what_its_call_had_set() -> None:
+    step = Step()
+
+    @eager_break
+    def scaled(x: Tensor) -> Tensor:
+        assert step.rows is not None
+        return x * step.rows
+
+    def fn(x: Tensor) -> Tensor:
+        step.rows = x + 1
+        hold([(step, "rows")])
+        y = scaled(x * 2) + 1
+        hold(())
+        step.rows = None
+        return y
+
+    agrees(fn)
+    assert step.rows is None
+
+
+def test_a_break_that_sets_what_the_call_holds_is_refused() -> None:
+    step = Step()
+
+    @eager_break
+    def kept(x: Tensor) -> Tensor:
+        step.rows = x * 2
+        return x
+
+    def fn(x: Tensor) -> Tensor:
+        hold([(step, "rows")])
+        y = kept(x) + 1
+        hold(())
+        return y
+
+    with refused(CaptureError, "the break point ", "it sets Step.rows"):
+        agrees(fn)
 
 
 def test_a_break_in_inference_mode_replays_outside_of_it() -> None:

@@ -17,12 +17,14 @@ from core.common.graphs.backend import GraphKey
 from core.common.ops.attention.paged import reference
 from core.common.ops.implementation import OpImplementation
 from core.device import Device
+from core.engine.inspect.probe import forward_logits
 from core.engine.steps.runner import EngineConfig
 from core.host.selection import select_device
 from core_conformance.case import Case
 from core_conformance.cases.models import collect as models
 from core_conformance.cases.models import promises as model_promises
 from core_conformance.cases.models import runs as model_runs
+from core_conformance.cases.models import zoo
 from core_conformance.cases.models.zoo import SUBJECTS, Subject
 from core_conformance.trial import Skip, Trial
 from tests.conformance.support import run_case
@@ -31,7 +33,7 @@ from tests.recording import acme
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 PROFILE = ConformanceProfile()
-SHARING = tuple(models.ASPECTS)
+SHARING = tuple(aspect for aspect in models.ASPECTS if aspect != "modes")
 SMALL = ("gpt_neox", "falcon")
 
 
@@ -89,6 +91,34 @@ def test_an_honest_device_without_graphs_passes() -> None:
 def test_an_engine_on_the_static_cache_passes_and_gives_all_back() -> None:
     aspects = ("logits", "batch", "graphs", "release")
     assert failures(acme(), "falcon", *aspects) == {aspect: [] for aspect in aspects}
+
+
+@pytest.mark.slow
+def test_states_in_slots_pass_and_need_no_shared_beginning() -> None:
+    aspects = ("logits", "batch", "graphs", "passes")
+    assert failures(acme(), "falcon_h1", *aspects) == {aspect: [] for aspect in aspects}
+
+
+def test_the_indexer_of_the_suite_leaves_positions_out_of_the_longer_prompts() -> None:
+    """With a wider choice the same weights give other logits there; else wrong choices would pass."""
+    subject, device = next(each for each in SUBJECTS if each.name == "deepseek_v32"), acme()
+    found = []
+    for changes in (subject.changes, (*subject.changes, ("index_topk", zoo.MAX_LEN))):
+        loaded = zoo.build(replace(subject, changes=changes), device, torch.float32, 0)
+        found.append([forward_logits(loaded.model, prompt)[-1] for prompt in zoo.prompts_for(loaded, 0)])
+    alike = [torch.allclose(ours, theirs, atol=1e-3) for ours, theirs in zip(*found, strict=True)]
+    assert dict(zip(zoo.PROMPT_LENGTHS, alike, strict=True)) == {1: True, 8: True, 17: False, 34: False}
+
+
+@pytest.mark.slow
+def test_the_choice_of_an_indexer_is_judged_in_every_mode() -> None:
+    device = acme()
+    trial = Trial(device.name, lambda: (device, PROFILE))
+    cases(device)["models/deepseek_v32/float32/modes"].run(trial)
+    assert not trial.failures and not trial.notes
+    assert [each.name for each in trial.measurements] == [
+        f"{what}, mode {mode}" for mode in ("full", "piecewise", "segmented", "off") for what in ("tokens", "logits")
+    ]
 
 
 def planted(fn: Any) -> Device:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from core.common.conformance import ConformanceProfile
+from core.common.numerics import Fp64Mode, t1_bounds
 from core.common.ops.implementation import OpImplementation
+from core.common.ops.norm import RMS_NORM
 from core.common.ops.norm.quantized import ADD_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
 from core.common.ops.quantize.symmetric import quantize
 from core_conformance.cases.ops import collect as ops
@@ -118,6 +120,27 @@ def test_next_to_zero_codes_may_be_as_far_off_as_values(by: float, passes: bool)
     judge_coded(trial, Judged("call", call, sides[0], sides[1], lambda: sides[2], by_t1))
     far = [failure for failure in trial.failures if "steps off" in failure or "step off" in failure]
     assert bool(far) is not passes, trial.failures
+
+
+@pytest.mark.parametrize(("by", "passes"), [(0.5, True), (0.9, True), (4.0, False)])
+def test_codes_may_move_as_far_and_as_often_as_errors_that_t1_passes_move_them(by: float, passes: bool) -> None:
+    """Errors of one size at all values, as of a sum of rounded products, move codes of small values most often."""
+
+    def off(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> Tensor:
+        eager = norm(x, weight, eps, **options)
+        with Fp64Mode():
+            exact = RMS_NORM.reference(x.double(), None if weight is None else weight.double(), eps, **options)
+        if not exact.numel():
+            return eager
+        most_rms, _ = t1_bounds(eager.double(), exact, torch.finfo(x.dtype))
+        noise = torch.rand(exact.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2 - 1
+        made: Tensor = (exact + by * most_rms * 3**0.5 * noise).float()
+        return made
+
+    found = [
+        each for each in judged("rms_norm_quantize", in_two(off, quantize), torch.float16).failures if "codes" in each
+    ]
+    assert bool(found) is not passes, found
 
 
 def test_the_op_is_judged_by_this_rule() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from core.compilation.options import CompileOptions
 from core.engine.check import comparison as check
 from core.engine.check.comparison import Comparison, compare
-from core.engine.check.eager import eager_generate, fp64_logits
+from core.engine.check.eager import eager_generate, forward_logits_of, fp64_logits
 from core.engine.inspect.probe import counts_from_zero
 from core.engine.models.assets import embedded_model
 from core.engine.models.loading import build_model, load_model
@@ -182,6 +182,23 @@ def test_eager_generation_is_the_models_own_forward(model_type: str) -> None:
         whole = model(input_ids=ids, use_cache=False).logits[0, len(PROMPTS[0]) - 1 :]
     torch.testing.assert_close(logits[0], whole, rtol=0, atol=1e-4)
     assert logits[0].argmax(-1).tolist() == tokens[0]
+
+
+@pytest.mark.parametrize("model_type", ["xlm", "xlnet"])
+def test_eager_generation_is_transformers_own_where_it_adds_a_token(model_type: str) -> None:
+    model, prompts = tiny(model_type).model, [PROMPTS[0], PROMPTS[0][:3]]
+    with torch.no_grad():
+        tokens, logits = eager_generate(model, prompts, 5, positions=False)
+        for index, prompt in enumerate(prompts):
+            ids = torch.tensor([prompt])
+            how: dict[str, Any] = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+            how |= {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0}
+            own = model.generate(ids, max_new_tokens=5, **how)
+            assert own.sequences[0, len(prompt) :].tolist() == tokens[index]
+            torch.testing.assert_close(logits[index], torch.cat(own.logits), rtol=0, atol=1e-5)
+            (whole,) = forward_logits_of(model, [prompt], [tokens[index]])
+            torch.testing.assert_close(logits[index], whole, rtol=0, atol=1e-5)
+        assert eager_generate(model, prompts, 5, positions=False, given=[[1] * 5, [2] * 5])[0] == [[1] * 5, [2] * 5]
 
 
 def test_prompts_are_padded_on_the_left_and_come_out_the_same() -> None:

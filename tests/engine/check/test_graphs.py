@@ -85,6 +85,29 @@ def test_a_model_that_can_not_be_paged_has_static_graphs_with_the_reason() -> No
         pass
 
 
+def test_a_model_without_a_cache_has_one_graph_of_whole_sequences() -> None:
+    model = build_model(tiny_config("gpt_neo"), torch_device=torch.device("cpu"), dtype=torch.float32)
+    with engine_graphs(model, select_device("cpu")) as (decode,):
+        assert decode.phase == "decode" and decode.cache.startswith("recompute: it can't be paged (GPTNeoForCausalLM")
+        assert decode.cache.endswith("with the square of the length; up to 8 sequences at once")
+        first, second = (decode.traced.module(*values)[0] for values in decode.values())
+        assert first.shape == second.shape and not torch.equal(first, second)
+    only_prompts = engine_graphs(model, select_device("cpu"), phases=("prefill",))
+    with refused(UsageError, "computes prompts as it decodes", "ask for decode"), only_prompts:
+        pass
+    with engine_graphs(model, select_device("cpu"), cache="static", phases=("decode",)) as (decode,):
+        assert "static: asked for; the engine does not serve it: " in decode.cache
+
+
+def test_a_model_without_a_cache_that_runs_eagerly_has_no_graph() -> None:
+    model = build_model(tiny_config("xlm"), torch_device=torch.device("cpu"), dtype=torch.float32)
+    with (
+        refused(ModelError, "without padding, eagerly", "core run serves it"),
+        engine_graphs(model, select_device("cpu")),
+    ):
+        pass
+
+
 def test_a_model_with_recurrent_states_has_paged_graphs() -> None:
     model = build_model(tiny_config("lfm2"), torch_device=torch.device("cpu"), dtype=torch.float32)
     with engine_graphs(model, select_device("cpu")) as graphs:

@@ -134,16 +134,17 @@ def test_draining_is_bounded_and_says_what_it_cut(engine: Engine) -> None:
     assert not engine.has_unfinished
 
 
-def test_the_static_cache_is_served() -> None:
+@pytest.mark.parametrize(("model_type", "route"), [("codegen", "static"), ("openai-gpt", "recompute")])
+def test_models_without_a_paged_cache_are_served(model_type: str, route: str) -> None:
     from core.engine.models.loading import build_model
     from core.engine.models.tiny import tiny_config
     from core.host.selection import select_device
     from tests.engine.http.serving import CONFIG
 
     device = select_device("cpu")
-    loaded = build_model(tiny_config("codegen"), torch_device=device.torch_device)
+    loaded = build_model(tiny_config(model_type), torch_device=device.torch_device)
     with Engine(loaded, device, CONFIG) as engine:
-        assert engine.route == "static"
+        assert engine.route == route
         wanted = engine.generate([[5, 6, 7]])[0].token_ids
         with serving(engine) as served:
             body = {"prompt": [[5, 6, 7]] * 2, "max_tokens": 64, "temperature": 0, "return_token_ids": True}
@@ -151,3 +152,23 @@ def test_the_static_cache_is_served() -> None:
             assert [each["token_ids"] for each in answer["choices"]] == [list(wanted)] * 2
             assert served.metric("core_cache_blocks") == 0
             assert "no tokenizer" in error(served.post("/v1/completions", prompt="This"), 400)["message"]
+
+
+def test_without_a_cache_a_step_that_failed_once_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from core.engine.models.loading import build_model
+    from core.engine.models.tiny import tiny_config
+    from core.host.selection import select_device
+    from tests.engine.http.serving import CONFIG
+
+    device = select_device("cpu")
+    with Engine(build_model(tiny_config("openai-gpt"), torch_device=device.torch_device), device, CONFIG) as engine:
+        wanted = engine.generate([[5, 6, 7]])[0].token_ids
+
+        def fail_once(*_: Any) -> None:
+            monkeypatch.undo()
+            raise RuntimeError("lost")
+
+        with serving(engine) as served:
+            monkeypatch.setattr(engine._runner, "_compute", fail_once)
+            body = {"prompt": [5, 6, 7], "max_tokens": 64, "temperature": 0, "return_token_ids": True}
+            assert served.post("/v1/completions", **body).json()["choices"][0]["token_ids"] == list(wanted)

@@ -194,7 +194,7 @@ def test_closing_gives_the_model_back_and_frees_the_cache() -> None:
 
 
 def test_a_refusal_leaves_the_model_as_it_was() -> None:
-    model = tiny("minimax")
+    model = tiny("recurrent_gemma")
     with pytest.raises(NotPageable, match="it keeps state outside attention"):
         PagedRunner(model, select_device("cpu"), CONFIG, max_model_len=LENGTH)
     assert model.config._attn_implementation == "sdpa"

@@ -68,6 +68,22 @@ def test_layers_are_found_by_what_they_do(model_type: str, kinds: set[str], cont
     assert len(found.layers) == sum(kind != "full_attention" for kind in kinds_of_layers)
 
 
+def test_states_in_a_cache_that_a_model_brings_are_found_by_its_methods() -> None:
+    model = tiny("minimax")
+    found = inspect_recurrence(model)
+    (layer,) = found.layers.values()
+    assert found.continues and layer.accessors == (("get_linear_cache", "set_linear_cache"),)
+    config = model.config
+    assert [state.key for state in layer.states] == [("recurrent", config.layer_types.index("linear_attention"), 0)]
+    assert layer.states[0].shape == (config.num_attention_heads, config.head_dim, config.head_dim)
+    assert all(not layer.accessors for layer in inspect_recurrence(tiny("mamba2")).layers.values())
+
+
+def test_a_cache_that_a_model_brings_without_pairs_of_methods_has_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent_inspection, "_accessors", lambda _kind: ())
+    assert inspect_recurrence(tiny("minimax")) is NONE
+
+
 @pytest.mark.parametrize(("model_type", "continues"), [("mamba", False), ("jamba", False), ("mamba2", True)])
 def test_a_state_that_later_chunks_drop_is_found_however_little_it_changes(model_type: str, continues: bool) -> None:
     # In bfloat16 the logits without the state differ by less than rounding may.

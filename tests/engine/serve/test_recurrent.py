@@ -6,8 +6,7 @@ On the recording device, whose graphs replay what was captured and nothing else.
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,9 +25,11 @@ from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.step import Flight, Step, StepOutput
 from core.errors import ModelError, UsageError
+from staggered import Job, draw_jobs, generated, serve
 from tests.installed import needs_type
 from tests.marks import slow_except
 from tests.recording import acme
+from tests.support import refused
 
 TYPES = (
     "bailing_hybrid",
@@ -42,6 +43,7 @@ TYPES = (
     "lfm3",
     "mamba",
     "mamba2",
+    "minimax",
     "nemotron_h",
     "olmo_hybrid",
     "qwen3_5_moe_text",
@@ -50,7 +52,7 @@ TYPES = (
     "zamba2",
     "zaya",
 )
-EAGER_PROMPTS = {"zamba", "zaya"}
+EAGER_PROMPTS = {"minimax", "zamba", "zaya"}
 """Models of which a layer computes what no op stands for."""
 NUM_REQUESTS = 20
 MAX_LEN = 64
@@ -68,76 +70,27 @@ CONFIG = EngineConfig(
 )
 
 
-@dataclass
-class Job:
-    """A prompt, its own tokens, and what the engine gave."""
-
-    prompt: list[int]
-    own: list[int]
-    #: After how many tokens it is aborted; 0 for never.
-    aborted: int = 0
-    tokens: list[int] = field(default_factory=list)
-
-
 def build(model_type: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     torch.manual_seed(0)
     needs_type(model_type)
     return build_model(tiny_config(model_type), torch_device=torch.device("cpu"), dtype=dtype)
 
 
-def generated(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """Return what transformers' own generation of one prompt gives."""
-    from transformers import GenerationConfig
-
-    how = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
-    with torch.no_grad():
-        out = model.generate(torch.tensor([prompt]), generation_config=how)
-    return list(out[0, len(prompt) :].tolist())
-
-
-def make_jobs(model: Any, count: int) -> list[Job]:
-    rng = random.Random(5)
-    jobs = []
-    for index in range(count):
-        prompt = [rng.randrange(3, 160) for _ in range(rng.choice([1, 2, 3, 7, 16, 17, 33, 40]))]
-        own = generated(model, prompt, rng.randint(1, 20))
-        jobs.append(Job(prompt, own, aborted=3 if index % 6 == 5 and len(own) > 4 else 0))
-    return jobs
-
-
-def run(engine: Engine, jobs: list[Job], seed: int = 1) -> None:
-    """Add the jobs a few at a time while the engine runs, and abort some."""
-    rng, coming, running = random.Random(seed), list(jobs), dict[int, Job]()
-    while coming or engine.has_unfinished:
-        for _ in range(rng.choice([0, 0, 0, 1, 2, 4])):
-            if coming:
-                job = coming.pop(0)
-                params = SamplingParams(max_new_tokens=len(job.own), ignore_eos=True)
-                running[engine.add_request(job.prompt, params)] = job
-        for output in engine.step():
-            job = running[output.request_id]
-            job.tokens += output.token_ids
-            if job.aborted and len(job.tokens) >= job.aborted and output.completion is None:
-                engine.abort(output.request_id)
-
-
 def check(jobs: list[Job]) -> None:
-    for job in jobs:
-        assert job.tokens == (job.own[: len(job.tokens)] if job.aborted else job.own)
-        assert len(job.tokens) >= job.aborted
+    assert [fault for job in jobs if (fault := job.fault)] == []
 
 
 @pytest.mark.parametrize("model_type", slow_except(TYPES, "lfm2"))
 def test_each_request_gets_the_tokens_of_generating_alone(model_type: str) -> None:
     loaded = build(model_type)
-    jobs = make_jobs(loaded.model, NUM_REQUESTS)
+    jobs = draw_jobs(loaded.model, NUM_REQUESTS)
     with Engine(loaded, acme(), CONFIG) as engine:
         assert engine.route == "paged", engine.route_reason
         assert "recurrent states" in engine.route_reason
         eager = model_type in EAGER_PROMPTS
         assert engine.report().modes == {"decode": "full", "prefill": "off" if eager else "piecewise"}
         assert ("prompts run eagerly" in engine.route_reason) is eager
-        run(engine, jobs)
+        serve(engine, jobs)
         stats = engine.stats()
     check(jobs)
     assert stats.preempted > 0 and stats.chunked > 0 and stats.mixed_steps > 0
@@ -181,9 +134,11 @@ def test_steps_are_bounded_in_the_tokens_of_prompts_and_in_no_others(
 
 def test_bounds_of_prompts_are_not_lost_where_prompts_have_no_graphs() -> None:
     """transformers' code for one token bounds none: a chunk of one, and tokens computed again, would be wrong."""
-    options = CompileOptions(mode="off")
-    with pytest.raises(ModelError, match="bound steps in prompts alone, and no graph of prompts does that here"):
-        Engine(limited(0.7, 1.0, "mamba2"), acme(), replace(CONFIG, options=options))
+    config, why = replace(CONFIG, options=CompileOptions(mode="off")), "no graph of prompts does that here"
+    with refused(UsageError, "cache_tokens=80", "Mamba2ForCausalLM has no cache here", why):
+        Engine(limited(0.7, 1.0, "mamba2"), acme(), config)
+    with refused(ModelError, f"bound steps in prompts alone, and {why}", "its own generation differs"):
+        Engine(limited(0.7, 1.0, "mamba2"), acme(), replace(config, cache_tokens=None))
 
 
 def unbounded(self: step_states.TokenStates, pool: torch.Tensor, *_: float) -> torch.Tensor:
@@ -203,9 +158,9 @@ def test_a_step_that_fails_after_it_moved_states_is_computed_from_the_beginning(
     monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     loaded = build("lfm2")
-    jobs = make_jobs(loaded.model, 3)
+    jobs = draw_jobs(loaded.model, 3)
     for job in jobs:
-        job.aborted = 0
+        job.aborted = None
     with Engine(loaded, acme(), replace(CONFIG, decode_steps=1, decode_buckets=(4,))) as engine:
         run_step, failed = engine._runner.run, list[str]()
 
@@ -227,6 +182,7 @@ def test_a_step_that_fails_after_it_moved_states_is_computed_from_the_beginning(
                 continue
             for output in outputs:
                 ids[output.request_id].tokens += output.token_ids
+                ids[output.request_id].completion = output.completion
     assert failed == [phase] * 2
     check(jobs)
 
@@ -247,9 +203,9 @@ def test_a_padded_row_that_wrote_to_a_sequence_would_show(monkeypatch: pytest.Mo
 
 def test_steps_are_queued_ahead_of_the_host() -> None:
     loaded = build("lfm2")
-    jobs = make_jobs(loaded.model, 5)
+    jobs = draw_jobs(loaded.model, 5)
     with Engine(loaded, acme(), replace(CONFIG, run_ahead=True)) as engine:
-        run(engine, jobs)
+        serve(engine, jobs)
         assert engine.stats().ahead > 0
     check(jobs)
 

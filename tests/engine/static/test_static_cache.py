@@ -13,11 +13,11 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 from core.compilation.trace.tracing import trace
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
-from core.engine.static.cache import static_phases
+from core.engine.static.cache import static_cache, static_phases
 from core.errors import TraceError
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mamba2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mamba2", "inkling_text"])
 def test_prefill_and_decode_are_what_the_model_computes_without_a_cache(name: str) -> None:
     model: Any = build_model(tiny_config(name), torch_device=torch.device("cpu"), dtype=torch.float32).model
     prefill, decode = static_phases(model, batch_size=2, num_tokens=5)
@@ -26,6 +26,17 @@ def test_prefill_and_decode_are_what_the_model_computes_without_a_cache(name: st
         expected = model(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(prefill.function(**prefill.inputs), expected[:, :-1], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(decode.function(**decode.inputs), expected[:, -1:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_length_that_was_asked_for_stays_what_it_was() -> None:
+    """Inkling asks before it writes, and computes positions after that."""
+    model: Any = build_model(tiny_config("inkling2_text"), torch_device=torch.device("cpu"), dtype=torch.float32).model
+    cache, ids = static_cache(model, 24), torch.tensor([[3, 4, 5, 6, 7]])
+    with torch.no_grad():
+        model(input_ids=ids[:, :3], past_key_values=cache, use_cache=True)
+        before = cache.get_seq_length()
+        model(input_ids=ids[:, 3:4], past_key_values=cache, use_cache=True)
+    assert (int(before), int(cache.get_seq_length()), int(cache.get_query_offset())) == (3, 4, 4)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ ASPECTS: dict[str, tuple[str, Aspect]] = {
     "tokens": ("greedy tokens by T3", numbers.tokens),
     "divergence": ("distributions over the next token: KL from fp64 against eager's", numbers.divergence),
     "batch": ("requests that come, go, wait and are aborted get the tokens of running alone", numbers.batch),
+    "modes": ("logits by T1 in every mode that the device declares, and without graphs", numbers.modes),
     "graphs": ("graphs are replayed, and equal the callables they were captured from", promises.graphs),
     "determinism": ("equal runs give equal tokens and equal bits", promises.determinism),
     "passes": ("the lifts fire, and change no number", promises.passes),
@@ -44,7 +45,8 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
     for subject in SUBJECTS:
         for dtype in subject.dtypes:
             for aspect, (what, _) in ASPECTS.items():
-                if aspect != "passes" or dtype == "float32":  # where mistakes show best
+                # Mistakes of passes show best in fp32.
+                if (aspect != "passes" or dtype == "float32") and (aspect != "modes" or subject.modes):
                     yield _case(device, subject, dtype, aspect, what)
             if subject.name in RELEASED and dtype == "float32":
                 yield _case(device, subject, dtype, "release", "closing an engine gives back all that it took")

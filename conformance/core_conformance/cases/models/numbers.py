@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from core.common.numerics import judge_pooled
-from core_conformance.cases.models.runs import JOBS, Bench, Followed, agreed, serve
+from core_conformance.cases.models.runs import JOBS, Bench, Followed, agreed, another_engine, follow, serve
 from core_conformance.rules.divergence import divergences, judge_divergence, token_slip
 from core_conformance.rules.judging import by_t2
 from core_conformance.trial import Trial
@@ -92,6 +92,22 @@ def judge_tokens(trial: Trial, bench: Bench, name: str, run: Followed) -> None:
         trial.note(f"{name}: {flips} of {run.num_tokens} differ from eager's; allowed where fp64 sees a tie")
 
 
+def modes(trial: Trial, bench: Bench) -> None:
+    """Judge the logits and tokens of an engine in each mode; where its graphs can't hold the model, note the reason."""
+    for mode in (*bench.device.capabilities.modes, "off"):
+        with another_engine(bench, mode=mode if mode == "off" else (mode, "off")) as engine:
+            run = follow(engine, bench.prompts, bench.reference.paths)
+            report = engine.report()
+        for phase, found in report.modes.items():
+            told = f"{phase} runs {found!r} instead of {mode!r}: {'; '.join(report.notes) or 'no reason is stated'}"
+            if found != mode and report.notes:
+                trial.note(told)
+            else:
+                trial.require(found == mode, told)
+        judge_tokens(trial, bench, f"tokens, mode {mode}", run)
+        judge_rows(trial, bench, f"logits, mode {mode}", run)
+
+
 def divergence(trial: Trial, bench: Bench) -> None:
     """Judge the distributions over the next token by KL(R||G) against KL(R||E)."""
     counts = [len(taken) for taken in bench.run.tokens]
@@ -135,7 +151,8 @@ def batch(trial: Trial, bench: Bench) -> None:
     if engine.route == "paged":
         trial.require(after.mixed_steps > before.mixed_steps, "no step held prompts and generating sequences")
         trial.require(after.chunked > 0, "no prompt was computed in chunks")  # now, or when it ran alone
-        trial.require(after.reused > before.reused, "no sequence found its beginning in the cache")
+        if not bench.subject.recurrent:  # no state is kept at the end of a block
+            trial.require(after.reused > before.reused, "no sequence found its beginning in the cache")
 
 
 def _alone(bench: Bench, prompt: int, step: int, token: int) -> str:

@@ -47,6 +47,10 @@ class Subject:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     #: The engine's cache.
     route: str = "paged"
+    #: Whether its layers keep states, so that no beginning is shared.
+    recurrent: bool = False
+    #: Whether its logits are judged in every mode that the device declares.
+    modes: bool = False
     #: Whether determinism is tried on a second engine too, in fp32.
     second: bool = False
 
@@ -95,6 +99,22 @@ SUBJECTS: tuple[Subject, ...] = (
         adds="experts behind a router, attention sinks",
         lifts=(*_RMS, "lift_moe_route", "lift_grouped_mlp"),
         dtypes=("float32",),
+    ),
+    Subject(
+        name="falcon_h1",
+        model_type="falcon_h1",
+        adds="recurrent states in slots, of a convolution and of a state space, beside attention in one layer",
+        lifts=("lift_rms_norm", "lift_rotary", "lift_causal_conv1d", "lift_selective_state_update"),
+        dtypes=("float32",),
+        recurrent=True,
+    ),
+    Subject(
+        name="deepseek_v32",
+        model_type="deepseek_v32",
+        adds="an indexer that leaves 8 positions, of up to 46 that there are; latent attention",
+        lifts=("lift_rms_norm", "lift_moe_route", "lift_grouped_mlp"),
+        dtypes=("float32",),
+        modes=True,
     ),
     Subject(
         name="falcon",

@@ -155,7 +155,8 @@ def judge_call(
         eager = leaves(op.reference(**eager_args))
     judge: Judge = by_t2 if host else partial(by_t1, slack=slack)
     exact = cache(lambda: oracle.exact(op.reference, sample.kwargs))
-    judged = Judged(name, sample.kwargs, results, eager, lambda: leaves(exact()[0]), judge)
+    uncoded = None if op.first is None else partial(_uncoded, op.first, sample.kwargs)
+    judged = Judged(name, sample.kwargs, results, eager, lambda: leaves(exact()[0]), judge, uncoded)
     RULES.get(op.name, each_value)(trial, judged)
     for key in _written(op, args):
         start = contract.unread(op, sample.kwargs, key)
@@ -169,6 +170,15 @@ def judge_call(
         trial.same(f"{name}, {key}", mine, theirs)
     if not {op.name, op.qualified_name} & trial.profile.nondeterministic_ops:
         _repeat(trial, op, sample, function, (results, args))
+
+
+def _uncoded(first: CanonicalOp, kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first result of the op that a fused one begins with, of its reference and in fp64, on the CPU."""
+    own = {each.name: kwargs[each.name] for each in first.overload._schema.arguments if each.name in kwargs}
+    with torch.no_grad():
+        eager = leaves(first.reference(**oracle.own(own)))[0]
+    exact = leaves(oracle.exact(first.reference, own)[0])[0]
+    return eager.cpu().double(), exact
 
 
 def _written_exactly(exact: Callable[[], Any], key: str, start: int, chosen: torch.Tensor) -> torch.Tensor:

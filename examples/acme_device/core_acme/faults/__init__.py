@@ -71,6 +71,7 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         {"core_register_ops": "attention"},
         attention_stale_row="attention reads the cache before this step's keys and values are in it",
         attention_length="attention takes each sequence for one token shorter",
+        attention_rejected="attention takes each sequence for one token longer: a rejected draft stays in it",
         attention_scale="attention's scale is 2 % off",
         attention_padding="attention writes padding tokens into the first block that belongs to a sequence",
         attention_padding_rows="attention leaves results of the last sequence in padding rows",
@@ -82,6 +83,14 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         attention_heads="attention shares key heads out in turns (h % K) instead of in groups",
         attention_blocks="attention reads the blocks that follow a sequence's first one, and not its block table",
         attention_nan="attention multiplies hidden values by zero, so NaN in memory nobody wrote gets through",
+    )
+    | _faults(
+        "ops",
+        {"core_register_ops": "states"},
+        state_stale="layers with a state compute on a copy of it: the state in its slot stays as it was",
+        state_neighbour="layers with a state read the slot of the step's next sequence",
+        state_not_reset="layers with a state let a sequence begin on what its slot held",
+        state_border="layers with a state leave the last token of a chunk out of the state that they keep",
     )
     | _faults(
         "fakes",
@@ -141,6 +150,12 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "graphs",
         {"core_open_device": "device"},
         memory_zero="the device says that no memory is in use",
+    )
+    | _faults(
+        "models",
+        {"core_graph_backend": "choices"},
+        choice_stale="replays choose among many by the scores of the replay before, as an indexer would by stale keys",
+        choice_off_by_one="in graphs the best of many is left out of a choice, and one more is taken behind the last",
     )
     | _faults(
         "passes",

@@ -69,6 +69,13 @@ def attention_length(given: Arguments) -> Arguments:
 
 
 @_given
+def attention_rejected(given: Arguments) -> Arguments:
+    """Forget to take a rejected draft back: a sequence goes on behind it, where its blocks have room."""
+    lengths, room = given["seq_lens"], given["block_table"].shape[1] * given["key_cache"].shape[1]
+    return {"seq_lens": torch.where((lengths > 0) & (lengths < room), lengths + 1, lengths)}
+
+
+@_given
 def attention_scale(given: Arguments) -> Arguments:
     """Compute the scale from a rounded head size."""
     return {"scale": given["scale"] * 1.02}

@@ -16,7 +16,7 @@ from torch import Tensor
 from core.common.ops.recurrent import CAUSAL_CONV1D_UPDATE
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
-from core_cuda.ops.recurrent.states import block_of, in_rows, num_sequences, places, rows_of, slot_of
+from core_cuda.ops.recurrent.states import block_of, in_one_run, in_rows, num_sequences, places, rows_of, slot_of
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rows import TYPES
 
@@ -136,7 +136,7 @@ def causal_conv1d_update(
     """Do what the canonical op does."""
     rows, channels = x.shape
     x, weight = in_rows(x), weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    bias = in_one_run(bias)
     out = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
     block = block_of(rows, channels, most=512, least=64)
     blocks, (read, written) = triton.cdiv(channels, block), places(slots, kept)

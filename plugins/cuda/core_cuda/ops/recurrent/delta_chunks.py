@@ -18,7 +18,7 @@ from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent import chunks
 from core_cuda.ops.recurrent.chunks import CHUNK, PRECISION, decays_between, decays_to_end, place_of, sequence_at
-from core_cuda.ops.recurrent.states import exponential, num_sequences, places, results, rows_of, slot_of
+from core_cuda.ops.recurrent.states import exponential, group_of, num_sequences, places, results, rows_of, slot_of
 
 MAX_KEY = 256
 """Features of a key at most: a program holds them for a chunk."""
@@ -111,7 +111,7 @@ def _states_kernel(
         result += tl.dot(tl.load(scores + chunk), missing, input_precision=PRECISION)
         tl.store(out + (rows[:, None] * HEADS + head) * VALUE + columns, result, mask=shown_rows)
         added = missing * (decays_to_end(logs, CHUNK) * k_root)[:, None]
-        # Behind `where`, as in space_chunks.py, for a sum of its own.
+        # Behind `where`, as in space_kernels.py, for a sum of its own.
         new = tl.where(own[:, None] & shown[None, :], tl.dot(tl.trans(k), added, input_precision=PRECISION), 0.0)
         state = state * exponential(tl.sum(logs, 0)) + new
         place += 1
@@ -148,7 +148,7 @@ def in_chunks(
     out, block = results(value, query_starts), min(_COLUMNS, chunks.block_of(width))
     how = {
         "HEADS": heads,
-        "GROUP": max(heads // max(key.shape[1], 1), 1),
+        "GROUP": group_of(heads, key.shape[1]),
         "KEY": key.shape[2],
         "BLOCK_KEY": chunks.block_of(key.shape[2]),
         "CHUNK": CHUNK,

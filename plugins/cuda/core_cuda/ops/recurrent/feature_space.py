@@ -14,17 +14,8 @@ from torch import Tensor
 
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
-from core_cuda.ops.recurrent.states import (
-    block_of,
-    exponential,
-    num_sequences,
-    places,
-    results,
-    rows_of,
-    slot_of,
-    softplus,
-    within,
-)
+from core_cuda.ops.recurrent.space_call import SpaceCall, strides_of
+from core_cuda.ops.recurrent.states import block_of, exponential, results, rows_of, slot_of, softplus, within
 
 _TOKENS = 16
 """Of a prompt, that a program combines at once."""
@@ -91,50 +82,26 @@ def _features_kernel(
     tl.store(states + slot_of(kept, sequence) * state_slot + offsets, state, mask=mask)
 
 
-def along_features(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    states: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float,
-    bounded: Tensor | None,
-    slots: Tensor | None,
-    kept: Tensor | None,
-    query_starts: Tensor | None,
-) -> Tensor:
-    """Do what the canonical op does; x, B and C each with rows of one run."""
-    rows, heads, features = x.shape
-    count, out, size = num_sequences(rows, query_starts), results(x, query_starts), B.shape[2]
-    block_state = triton.next_power_of_2(size)
-    tokens = 1 if query_starts is None else min(_TOKENS, max(_NUMBERS // block_state, 1))
+def along_features(call: SpaceCall) -> Tensor:
+    """Do what the canonical op does."""
+    (_, heads, features), count, out = call.x.shape, call.num_sequences, results(call.x, call.query_starts)
+    block_state = triton.next_power_of_2(call.B.shape[2])
+    tokens = 1 if call.query_starts is None else min(_TOKENS, max(_NUMBERS // block_state, 1))
     block = block_of(count * heads, features, most=max(_NUMBERS // (tokens * block_state), 1), least=1)
-    starts = None if query_starts is None else query_starts.contiguous()
-    given = x, dt, A, B, C, states, D, dt_bias, bounded, *places(slots, kept), starts, out
-    strides = (*x.stride()[:2], *dt.stride(), *A.stride(), *B.stride()[:2], *C.stride()[:2])
-    skips = (*(D.stride() if D is not None else (0, 0)), *(dt_bias.stride() if dt_bias is not None else (0, 0)))
+    strides = (*call.x.stride()[:2], *call.dt.stride(), *call.A.stride(), *call.B.stride()[:2], *call.C.stride()[:2])
     launching.launch(
         _features_kernel,
         (count * heads * triton.cdiv(features, block),),
-        *given,
+        *call.tensors,
+        out,
         *strides,
-        *skips,
-        states.stride(0),
-        HEADS=heads,
-        GROUP=max(heads // max(B.shape[1], 1), 1),
-        FEATURES=features,
-        STATE=size,
+        *strides_of(call.D, 2),
+        *strides_of(call.dt_bias, 2),
+        call.states.stride(0),
+        **call.constants,
         TOKENS=tokens,
         BLOCK=block,
         BLOCK_STATE=block_state,
-        SOFTPLUS=dt_softplus,
-        LEAST=dt_min,
-        MOST=dt_max,
         num_warps=4,
     )
     return out

@@ -1,7 +1,7 @@
 """`core::selective_state_update` in one launch: a program moves some features of a head's state on, in registers.
 
-Here are single tokens of Mamba 2's form, and few or wide ones of prompts; space_chunks.py has prompts, and
-feature_space.py the form of Mamba.
+Here are single tokens of Mamba 2's form, and few or wide ones of prompts; space_chunks.py has prompts, in parallel over
+chunks, and feature_space.py the form of Mamba.
 """
 
 # Triton reads annotations of kernels as types of its own
@@ -18,12 +18,12 @@ from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent import feature_space, space_chunks
 from core_cuda.ops.recurrent import states as common
+from core_cuda.ops.recurrent.space_call import SpaceCall, strides_of
 from core_cuda.ops.recurrent.states import (
     block_of,
     exponential,
+    in_one_run,
     in_rows,
-    num_sequences,
-    places,
     results,
     rows_of,
     slot_of,
@@ -102,51 +102,32 @@ def selective_state_update(
     query_starts: Tensor | None,
 ) -> Tensor:
     """Do what the canonical op does."""
-    rows, heads, features = x.shape
-    count = num_sequences(rows, query_starts)
-    x, B, C = in_rows(x), in_rows(B), in_rows(C)
-    bounded = None if bounded is None else bounded.contiguous()
-    given = x, dt, A, B, C, states, D, dt_bias, dt_softplus, dt_min, dt_max, bounded, slots, kept
+    given = dt_softplus, dt_min, dt_max, in_one_run(bounded), slots, kept, in_one_run(query_starts)
+    call = SpaceCall(in_rows(x), dt, A, in_rows(B), in_rows(C), states, D, dt_bias, *given)
     if A.dim() == 3:
-        return feature_space.along_features(*given, query_starts)
+        return feature_space.along_features(call)
     if query_starts is not None and space_chunks.takes(B):
-        return space_chunks.in_chunks(*given, query_starts)
-    out = results(x, query_starts)
-    size = B.shape[2]
-    block_state = triton.next_power_of_2(size)
+        return space_chunks.in_chunks(call)
+    return _row_by_row(call)
+
+
+def _row_by_row(call: SpaceCall) -> Tensor:
+    (_, heads, features), count, out = call.x.shape, call.num_sequences, results(call.x, call.query_starts)
+    block_state = triton.next_power_of_2(call.B.shape[2])
     block = block_of(count * heads, features, most=max(8192 // block_state, 4), least=4)
+    strides = (*call.x.stride()[:2], *call.dt.stride(), *call.B.stride()[:2], *call.C.stride()[:2], call.A.stride(0))
     launching.launch(
         _state_space_kernel,
         (count * heads * triton.cdiv(features, block),),
-        x,
-        dt,
-        A,
-        B,
-        C,
-        states,
-        D,
-        dt_bias,
-        bounded,
-        *places(slots, kept),
-        None if query_starts is None else query_starts.contiguous(),
+        *call.tensors,
         out,
-        *x.stride()[:2],
-        *dt.stride(),
-        *B.stride()[:2],
-        *C.stride()[:2],
-        A.stride(0),
-        0 if D is None else D.stride(0),
-        0 if dt_bias is None else dt_bias.stride(0),
-        states.stride(0),
-        HEADS=heads,
-        GROUP=max(heads // max(B.shape[1], 1), 1),
-        FEATURES=features,
-        STATE=size,
+        *strides,
+        *strides_of(call.D, 1),
+        *strides_of(call.dt_bias, 1),
+        call.states.stride(0),
+        **call.constants,
         BLOCK=block,
         BLOCK_STATE=block_state,
-        SOFTPLUS=dt_softplus,
-        LEAST=dt_min,
-        MOST=dt_max,
         num_warps=4,
     )
     return out

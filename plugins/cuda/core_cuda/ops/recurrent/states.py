@@ -24,6 +24,11 @@ def why_not(call: OpCall) -> str | None:
     return dtypes(call)
 
 
+def in_one_run(index: Tensor | None) -> Tensor | None:
+    """Return a tensor that is one run of memory, a copy where it is not; None for None."""
+    return None if index is None else index.contiguous()
+
+
 def in_rows(x: Tensor) -> Tensor:
     """Return a tensor whose last dimension is one run of memory, a copy where it is not."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -31,7 +36,7 @@ def in_rows(x: Tensor) -> Tensor:
 
 def places(slots: Tensor | None, kept: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return where each row reads its state and where it writes it, as `slot_of` takes them."""
-    read, written = (None if index is None else index.contiguous() for index in (slots, kept))
+    read, written = in_one_run(slots), in_one_run(kept)
     return read, read if written is None else written
 
 
@@ -57,6 +62,11 @@ def results(like: Tensor, query_starts: Tensor | None) -> Tensor:
 def num_sequences(num_rows: int, query_starts: Tensor | None) -> int:
     """Return how many sequences a call has: without query_starts, one for each row."""
     return num_rows if query_starts is None else query_starts.shape[0] - 1
+
+
+def group_of(heads: int, groups: int) -> int:
+    """Return how many heads share a group of inputs."""
+    return max(heads // max(groups, 1), 1)
 
 
 @triton.jit

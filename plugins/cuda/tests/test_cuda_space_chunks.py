@@ -1,0 +1,111 @@
+"""core_cuda/ops/recurrent/space_chunks.py: packed prompts of a state space, in parallel over chunks."""
+
+# Triton reads annotations of kernels as types of its own
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+
+from core.common.ops.arguments import Draw
+from core.common.ops.recurrent import SELECTIVE_STATE_UPDATE
+from core_conformance.inputs.large_recurrent import bounded, prompts, space_call
+from tests.kernel_cases import CPU
+from tests.recurrent_cases import judged
+
+pytest.importorskip("triton", reason="needs triton")
+import triton
+import triton.language as tl
+
+from core_cuda.ops import launching
+from core_cuda.ops.recurrent import space_chunks, space_kernels
+from core_cuda.ops.recurrent.state_space import selective_state_update
+from core_cuda.ops.recurrent.states import rows_of, slot_of
+
+_chunk_at = space_kernels._chunk_at
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200)
+"""Tokens of packed sequences: around tiles of 16 and 64 rows, and past a chunk."""
+PADDING = 3
+
+
+def call_of(
+    dtype: torch.dtype, lengths: tuple[int, ...], heads: tuple[int, int] = (4, 2), sizes: tuple[int, int] = (16, 24)
+) -> dict[str, Any]:
+    call = space_call(Draw(dtype, CPU, seed=9), sum(lengths) + PADDING, heads, sizes)
+    return prompts(call, (0, *accumulate(lengths)))
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS[:6], LENGTHS[6:], (0, 129, 1, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_sequences_agree_with_the_reference(
+    dtype: torch.dtype, lengths: tuple[int, ...], kernel_device: torch.device
+) -> None:
+    call = call_of(dtype, lengths)
+    assert space_chunks.takes(call["B"])
+    judged(SELECTIVE_STATE_UPDATE, selective_state_update, call, kernel_device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sequences_that_begin_have_no_state_before(dtype: torch.dtype, kernel_device: torch.device) -> None:
+    call = bounded(call_of(dtype, (65, 17, 64)))
+    call["states"].zero_()
+    judged(SELECTIVE_STATE_UPDATE, selective_state_update, call, kernel_device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [(33, 65), (72, 130), (16, 24)], ids=str)
+def test_sizes_off_blocks(sizes: tuple[int, int], dtype: torch.dtype, kernel_device: torch.device) -> None:
+    call = call_of(dtype, (1, 70), (2, 1), sizes)
+    judged(SELECTIVE_STATE_UPDATE, selective_state_update, call, kernel_device)
+
+
+def test_inputs_of_several_dtypes_are_computed_in_fp32(kernel_device: torch.device) -> None:
+    call = call_of(torch.bfloat16, (1, 70), (2, 1))
+    call["B"], call["C"] = call["B"].float(), call["C"].float()
+    judged(SELECTIVE_STATE_UPDATE, selective_state_update, call, kernel_device)
+
+
+def test_few_rows_and_wide_states_go_row_by_row() -> None:
+    assert not space_chunks.takes(torch.empty(63, 1, 16))
+    assert not space_chunks.takes(torch.empty(64, 1, 257))
+    assert space_chunks.takes(torch.empty(64, 1, 256))
+
+
+@triton.jit
+def _slot_before(slots, sequence):
+    """The slot of the sequence before, so that a sequence begins with another's state."""
+    return slot_of(slots, tl.maximum(sequence - 1, 0))
+
+
+@triton.jit
+def _rows_short(query_starts, sequence):
+    """A sequence that begins a row late."""
+    begin, last = rows_of(query_starts, sequence)
+    return begin + 1, last
+
+
+@triton.jit
+def _chunk_short(query_starts, place, num_sequences, CHUNK: tl.constexpr):
+    """Chunks that end a row early."""
+    begin, last = _chunk_at(query_starts, place, num_sequences, CHUNK)
+    return begin, tl.minimum(begin + CHUNK - 1, last)
+
+
+FAULTS = {
+    "state of another sequence at the begin": ("slot_of", _slot_before),
+    "first row left out": ("rows_of", _rows_short),
+    "last row of a chunk left out": ("_chunk_at", _chunk_short),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: str, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not launching.INTERPRETED:
+        pytest.skip("a compiled kernel keeps the functions that it was compiled with")
+    monkeypatch.setattr(space_kernels, *FAULTS[fault])
+    with pytest.raises(AssertionError, match="passed=False"):
+        judged(SELECTIVE_STATE_UPDATE, selective_state_update, call_of(torch.bfloat16, (17, 129)), kernel_device)
