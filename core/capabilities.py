@@ -39,6 +39,9 @@ class Capabilities:
     update: bool = False
     #: Kernels run while the host goes on, so that the host can prepare a step ahead, in pinned memory.
     asynchronous: bool = False
+    #: torch's own ops give their results the strides that torch's fakes give them. False: results may be contiguous
+    #: where the fakes keep the memory order of an input; a trace that depends on that order is then refused.
+    keeps_strides: bool = True
     #: Attention of a prefill reads the sequences' lengths on the device, so that one graph can hold all of it.
     device_lengths: bool = False
     #: Anything that a plugin's own passes or implementations want to test.

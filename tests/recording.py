@@ -22,7 +22,7 @@ def acme(**changes: Any) -> Device:
     """
     device = select_device("cpu")
     parts = plugin.core_open_device(OpenContext(plugin=device.plugin, index=0))
-    abilities = {name: changes.pop(name) for name in ("modes", "update") if name in changes}
+    abilities = {name: changes.pop(name) for name in ("modes", "update", "keeps_strides") if name in changes}
     parts = replace(parts, capabilities=replace(parts.capabilities, **abilities))
     hooks = {"graph_backend": plugin.core_graph_backend(), "ops": plugin.core_register_ops()}
     device = replace(device, name="acme", parts=parts, lowerings=INLINE, passes=(), **hooks)

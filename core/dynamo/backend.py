@@ -13,6 +13,7 @@ from torch import Tensor, fx
 import core.common.ops.canonical  # noqa: F401  # declares the canonical ops that graphs may hold
 from core.common.collector import paused
 from core.common.fakes import apply_late
+from core.compilation.trace.strides import stride_dependence
 from core.device import Device
 from core.dynamo.graph import CompiledGraph
 from core.dynamo.options import BackendOptions
@@ -53,6 +54,8 @@ class Backend:
         self._count_breaks()
         device, why = _device_of(graph, settings)
         why = why or why_original(graph, examples)
+        if not why and device is not None and not device.capabilities.keeps_strides:
+            why = stride_dependence(graph)
         if not why and device is not None:
             apply_late(device.fakes)
             try:

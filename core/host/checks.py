@@ -83,7 +83,9 @@ def _wrong_capability(capabilities: Capabilities) -> str:
         "device_name": (str,),
         "dtypes": (Set,),
         "modes": (tuple, list),
-        **dict.fromkeys(("fp64", "deterministic", "update", "asynchronous", "device_lengths"), (bool,)),
+        **dict.fromkeys(
+            ("fp64", "deterministic", "update", "asynchronous", "keeps_strides", "device_lengths"), (bool,)
+        ),
         "extra": (Mapping,),
         "unprofitable": (Mapping,),
     }

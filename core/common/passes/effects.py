@@ -85,7 +85,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
             yield from node.all_input_nodes
     elif node.op == "call_module" or not _is_torch(target):
         yield from node.all_input_nodes
-    elif _in_place(_name(target)) or _asked_in_place(node):
+    elif _in_place(target_name(target)) or _asked_in_place(node):
         yield from _nodes(node.args[:1] or node.kwargs.get("input"))
     else:
         yield from _kept(node)
@@ -93,7 +93,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 def _kept(node: fx.Node) -> Iterator[fx.Node]:
     """Yield what torch's functional layers write on the way: embeddings that are bounded, running statistics."""
-    flag, names = _KEEPING.get(_name(node.target), ("", ()))
+    flag, names = _KEEPING.get(target_name(node.target), ("", ()))
     if names and inspect.isfunction(node.target):
         given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
         given.apply_defaults()
@@ -151,7 +151,7 @@ def _in_place(name: str) -> bool:
     return name.endswith("_")
 
 
-def _name(target: Any) -> str:
+def target_name(target: Any) -> str:
     """Name a function so that operators read as the methods they call: `operator.iadd` is `__iadd__`."""
     name = str(getattr(target, "__name__", ""))
     return f"__{name.strip('_')}__" if getattr(target, "__module__", None) == "_operator" else name
@@ -207,7 +207,7 @@ def _pure_function(target: Any) -> bool:
         return all(_pure_schema(target, schema) for schema in _schemas(target))
     if isinstance(target, HigherOrderOperator) or not _is_torch(target):
         return False
-    name, module = _name(target), getattr(target, "__module__", None)
+    name, module = target_name(target), getattr(target, "__module__", None)
     if module == "builtins":
         return getattr(builtins, name, None) is target and name not in _EFFECTS_OF_BUILTINS
     if module in ("_operator", "math"):

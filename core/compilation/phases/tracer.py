@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from core.compilation.shared_trace import SharedTrace
+from core.compilation.trace.strides import stride_dependence
 from core.compilation.trace.tracing import trace
 from core.errors import TraceError
 
@@ -162,4 +163,12 @@ class Tracer:
             for name, spec in self._request.inputs.items()
         }
         options: Any = {"dynamic": dynamic, "constants": dict(guards), "writable": bound, "least": least}
-        return trace(model, examples, counted=self._counted, **options)
+        found = trace(model, examples, counted=self._counted, **options)
+        depends = "" if self._request.device.capabilities.keeps_strides else stride_dependence(found.module)
+        if depends:
+            raise TraceError(
+                f"tracing for {self._request.device.name!r}, whose results may have other strides than their fakes",
+                found=depends,
+                remedy="make the value contiguous first, or run this phase with mode 'segmented' or 'off'",
+            )
+        return found

@@ -61,6 +61,8 @@ def core_open_device(context: OpenContext) -> DeviceParts:
             fp64=False,
             update=True,
             asynchronous=True,
+            # torch_npu's elementwise ops allocate their results in order, whatever the order of their inputs.
+            keeps_strides=False,
             extra={"simulated": simulated, "torch_npu_version": torch_npu.__version__},
         ),
         memory=partial(_memory, npu, context.index),

@@ -104,11 +104,15 @@ def _is_where_it_belongs(
 ) -> bool:
     """Require of a result the device, shape, dtype and strides that torch's fake of the call has; tell whether it has.
 
+    It may be contiguous instead on a device that says so of its results.
+
     A result in the host's memory has the right values, and each operator after it runs on the host as well, or raises
     where it meets a tensor of the device.
     """
     with torch.no_grad():
         fake = run_fake(call, tuple(given), {})
+        if not trial.device.capabilities.keeps_strides and result.is_contiguous():
+            fake = torch.empty_like(fake, memory_format=torch.contiguous_format)
     before = len(trial.failures)
     belongs = result.device.type == trial.device.torch_device.type
     told = f"{name}: it lies on {str(result.device)!r}, its arguments on {str(trial.device.torch_device)!r}"

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from core.common.node_meta import ATEN, TRACED, value_key, value_of
 from core.common.passes import view
+from core.common.passes.effects import written_args
 from core.common.passes.sites import MADE_BY
 from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.trace.traced import ConstantSlot
@@ -127,10 +128,15 @@ def _bystanders(module: fx.GraphModule, nodes: list[fx.Node], change: Change) ->
 
 
 def _casts(module: fx.GraphModule, nodes: list[fx.Node], change: Change) -> Iterator[Edit]:
-    """Round one interior value to bfloat16 on its way to one user."""
+    """Round one interior value to bfloat16 on its way to one user that reads it.
+
+    A user that writes into the value would write into the rounded copy, and others would read what memory was.
+    """
     for node in nodes:
         value, user = value_of(node), next(iter(node.users), None)
-        if isinstance(value, Tensor) and value.dtype == torch.float32 and user is not None and user.op != "output":
+        if user is None or user.op == "output" or node in written_args(user):
+            continue
+        if isinstance(value, Tensor) and value.dtype == torch.float32:
             yield f"{node} is rounded to bfloat16 before {user}", partial(_round, module, node, user)
 
 

@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from core.common.node_meta import ORIGIN, value_key
-from core.common.passes import MADE_BY, same_size, set_value, site_name, value_of
+from core.common.passes import MADE_BY, set_value, site_name, value_of
 from core.common.passes.functional.memory import Area
 from core.common.passes.functional.plan import Plan
 from core.common.passes.functional.updates import VIEWS, in_place_form
 from core.common.passes.functional.wrapped import Argument, WrappedCall, view_call, wrapped_call
 from core.common.passes.metadata import NewGuard, fake_values
 from core.common.passes.values.fresh import fresh
+from core.common.passes.values.layouts import in_order, same_layout, tensors
 from core.common.passes.values.layouts import memory as storage_of
-from core.common.passes.values.layouts import same_layout, tensors
 
 aten = torch.ops.aten
 _KEPT = (*ORIGIN, "seq_nr", MADE_BY)
@@ -89,7 +89,7 @@ class _Emitter:
     def _clone(self, old: fx.Node) -> fx.Node:
         """Return a copy of the value with the same strides in new memory."""
         value = value_of(old)
-        if _is_contiguous(value):
+        if in_order(value):
             return self._call(old, aten.clone.default, (old,), {}, _anew(value))
         sizes = [self._number(old, aten.sym_size.int, dim, size) for dim, size in enumerate(value.shape)]
         strides = [self._number(old, aten.sym_stride.int, dim, size) for dim, size in enumerate(value.stride())]
@@ -207,15 +207,6 @@ def _bound(op: OpOverload[..., Any], given: Mapping[str, Any]) -> tuple[tuple[An
             args.append(value)
             num_needed = num_needed if is_default else len(args)
     return tuple(args[:num_needed]), kwargs
-
-
-def _is_contiguous(value: Tensor) -> bool:
-    expected: Any = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if not ((type(size) is int and size == 1) or same_size(stride, expected)):
-            return False
-        expected = expected * size
-    return True
 
 
 def _anew(value: Any) -> Any:

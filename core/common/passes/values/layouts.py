@@ -1,4 +1,4 @@
-"""Memory layout: the tensors in a value, the storage of each, and whether two tensors have equal strides."""
+"""Memory layout: the tensors in a value, the storage of each, and how a tensor lies in it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ def tensors(value: Any) -> list[Tensor]:
 def memory(tensor: Tensor) -> int:
     """Return a key that is equal for tensors in one storage."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def in_order(tensor: Tensor) -> bool:
+    """Tell whether a tensor is contiguous, without a condition on its symbolic sizes; False where that needs one."""
+    expected: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not ((type(size) is int and size == 1) or same_size(stride, expected)):
+            return False
+        expected = expected * size
+    return True
 
 
 def same_strides(left: Tensor, right: Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""Matrix products. They accumulate in float32 and round once, as a cube unit does; integers stay exact."""
+"""Matrix products, and triangular systems. Products accumulate in float32 and round once, as a cube unit does; integers
+stay exact."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simulator.bounds import demand
 from simulator.formulas import stored
 from simulator.marshal import kernel
 
@@ -51,3 +53,14 @@ for _name in ("aclnnMatmul", "aclnnMm", "aclnnBatchMatMul"):
 for _name in ("addmm", "baddbmm"):
     kernel(f"aclnn{_name.capitalize()}", "TTTSSTh")(_sum_out)
     kernel(f"aclnnInplace{_name.capitalize()}", "TTTSSh")(_sum_in_place)
+
+
+@kernel("aclnnTriangularSolve", "TTbbbTT")
+def triangular_solve(
+    known: Tensor, matrix: Tensor, upper: bool, transpose: bool, unit: bool, out: Tensor, triangle: Tensor
+) -> None:
+    """Solve triangular systems, and keep a copy of the triangle. Half precision is not documented."""
+    demand(known.dtype == matrix.dtype and known.dtype in (torch.float32, torch.float64), f"systems of {known.dtype}")
+    triangle.copy_(matrix.triu() if upper else matrix.tril())
+    solved = triangle.mT if transpose else triangle
+    out.copy_(torch.linalg.solve_triangular(solved, known, upper=upper is not transpose, unitriangular=unit))

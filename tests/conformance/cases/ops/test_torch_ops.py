@@ -252,6 +252,20 @@ def _wide(x: Tensor) -> Tensor:
 ATEN = torch.ops.aten
 
 
+def test_a_device_that_says_so_may_give_contiguous_results_and_no_others() -> None:
+    parts = cpu().parts
+    device = replace(cpu(), parts=replace(parts, capabilities=replace(parts.capabilities, keeps_strides=False)))
+    found = {each.id: each for each in collect(device, ConformanceProfile())}
+    case = found["torch/negative/float32"]
+    assert run_case(case, device) == []
+    with Wrong(ATEN.neg.default, torch.Tensor.contiguous):
+        assert run_case(case, device) == []
+    with Wrong(ATEN.neg.default, lambda x: (x + 1).contiguous()):
+        assert "by columns: error over bound" in str(run_case(case, device))
+    with Wrong(ATEN.tril.default, _columns):
+        assert "strides (1, 12) instead of" in str(run_case(found["torch/tril/float32"], device))
+
+
 @pytest.mark.parametrize(
     ("case", "op", "change", "told"),
     [

@@ -90,6 +90,22 @@ def test_products_round_once(dtype: torch.dtype) -> None:
         assert ((found.double() - reference).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("unit", [False, True])
+@pytest.mark.parametrize("upper", [False, True])
+def test_triangular_systems_are_solved(upper: bool, unit: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    # The other triangle, and the diagonal of a unit system, are not read.
+    matrix = torch.randn(6, 6, generator=generator) + 4 * torch.eye(6)
+    known = torch.randn(3, 6, 5, generator=generator)
+    found = torch.linalg.solve_triangular(matrix.npu(), known.npu(), upper=upper, unitriangular=unit).cpu()
+    turned = torch.ops.aten.triangular_solve(known.npu(), matrix.npu(), upper, True, unit)[0].cpu()
+    triangle = matrix.double().triu() if upper else matrix.double().tril()
+    if unit:
+        triangle.diagonal().fill_(1)
+    for solved, system in ((found, triangle), (turned, triangle.mT)):
+        torch.testing.assert_close(system @ solved.double(), known.double(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_integer_ops_equal_the_processor(dtype: torch.dtype) -> None:
     x = torch.arange(1, 25).reshape(4, 6).to(dtype)
