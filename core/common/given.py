@@ -35,7 +35,8 @@ def check_names(given: Iterable[str], known: list[str], of_what: str, remedy: st
     """Raise `UsageError` for the first option that is not among the known ones, with the nearest that is."""
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
+            near = difflib.get_close_matches(str(name), known, n=3)
+            near.sort(key=lambda each: each.split("_")[0] != str(name).split("_")[0])  # min_… is no max_…
             raise UsageError(
                 f"option {name!r} {of_what}",
                 found=f"known are: {', '.join(known)}" + (f"; did you mean {near[0]!r}?" if near else ""),

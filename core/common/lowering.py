@@ -160,7 +160,7 @@ class Lowerings:
             raise UsageError(
                 f"lowering {wanted!r}",
                 found=f"this device has: {', '.join(sorted(self.available))}",
-                remedy="choose one of these with --lowering or core.compile(..., lowering=...)",
+                remedy="choose one of these: --lowering NAME, or lowering=NAME among the options",
             )
         return wanted, self.available[wanted]
 

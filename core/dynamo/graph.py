@@ -99,9 +99,23 @@ class CompiledGraph:
         if known is None or not known[0].holds(args):
             known = self._prepare(key, args)
         form, run = known
-        self._account.calls += 1
         with torch.no_grad():
-            return run(*args, *form.added)
+            try:
+                result = run(*args, *form.added)
+            except RuntimeError as error:
+                self._blame(args, error)
+                raise
+        self._account.calls += 1
+        return result
+
+    def _blame(self, args: Sequence[Any], error: RuntimeError) -> None:
+        """Raise what the graph's own ops say of arguments that its kernels failed on, where they fail, too."""
+        if self._arguments.written or isinstance(error, torch.OutOfMemoryError):
+            return
+        try:
+            self._original(*args)
+        except RuntimeError as own:
+            raise own from error
 
     def run_original(self, why: str, args: Sequence[Any]) -> Sequence[Tensor]:
         """Run the graph as Dynamo traced it, and count that."""

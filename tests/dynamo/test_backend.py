@@ -196,6 +196,15 @@ def test_inputs_that_share_memory_run_as_traced(lowering: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("lowering", ["inline", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_arguments_that_the_model_refuses_get_its_own_error(lowering: str) -> None:
+    """What a library says of a kernel that it called names neither the op nor the dtypes."""
+    run = compiled(nn.Linear(4, 4).eval(), lowering=lowering)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        run(torch.zeros(2, 4, dtype=torch.float64))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lowering", ["inline", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_symbolic_sizes_and_numbers(lowering: str) -> None:
     model = Block().eval()
     run = torch.compile(model, backend="core", dynamic=True, options={"lowering": lowering})

@@ -33,7 +33,6 @@ from core.engine.serve.prompts import (
     as_prompts,
     encode_prompts,
     one_each,
-    params_of,
 )
 from core.engine.serve.request import Completion, Request, RequestOutput, check_request_id
 from core.engine.serve.resting import Resting
@@ -194,8 +193,11 @@ class Engine(HandsOut, Resting, Described):
         *,
         collect_logits: bool = False,
         lora: str | None = None,
+        **settings: Any,
     ) -> int:
-        """Queue a prompt, at any time, and return the id by which `step` and `abort` know it. lora: an adapter's name.
+        """Queue a prompt, at any time, and return the id by which `step` and `abort` know it.
+
+        params, or settings by name: as of `generate`. lora: an adapter's name.
 
         Raises as `generate` does for a prompt that the model can't take or an adapter that is not loaded, and
         `UsageError` from a callback of `generate`, which would take the outputs.
@@ -203,9 +205,9 @@ class Engine(HandsOut, Resting, Described):
         if self._completions is not None:
             found = "generate is running, and would take its outputs"
             raise UsageError("add a request", found=found, remedy="wait until it returns")
-        params = params_of(params)
-        (encoded,) = encode_prompts([prompt], self.loaded, [params], max_context=self.max_model_len)
-        return self._add(encoded, params, collect_logits, lora)
+        each = as_params(params, 1, settings)
+        (encoded,) = encode_prompts([prompt], self.loaded, each, max_context=self.max_model_len)
+        return self._add(encoded, each[0], collect_logits, lora)
 
     @property
     def has_unfinished(self) -> bool:

@@ -83,12 +83,23 @@ def test_what_is_no_prompt_is_refused(engine: Engine, prompts: Any) -> None:
         (4, {}, "neither a core.SamplingParams nor a mapping"),
         ({"max_tokens": 3}, {}, "did you mean 'max_new_tokens'"),
         (None, {"max_tokens": 3}, "did you mean 'max_new_tokens'"),
+        (None, {"min_new_tokens": 3}, "did you mean 'min_tokens'"),
         (SamplingParams(), {"stop": "x"}, "both say"),
     ],
 )
 def test_wrong_settings_are_refused(engine: Engine, params: Any, settings: Any, told: str) -> None:
-    with refused(UsageError, told):
-        engine.generate("This", params, **settings)
+    for call in (engine.generate, engine.add_request):
+        with refused(UsageError, told):
+            call("This", params, **settings)
+
+
+def test_a_request_takes_settings_by_name(engine: Engine) -> None:
+    found = []
+    for given, settings in ((None, {"max_new_tokens": 3}), ({"max_new_tokens": 3}, {})):
+        engine.add_request("This", given, **settings)  # type: ignore[arg-type]
+        outputs = [each for _ in iter(lambda: engine.has_unfinished, False) for each in engine.step()]
+        found.append("".join(each.text for each in outputs))
+    assert found[0] == found[1] != ""
 
 
 def test_sequences_of_settings_become_tuples() -> None:
