@@ -1,5 +1,7 @@
-"""Matrix products, and triangular systems. Products accumulate in float32 and round once, as a cube unit does; integers
-stay exact."""
+"""Matrix products, convolutions and triangular systems.
+
+Products accumulate in float32 and round once, as a cube unit does; integers stay exact.
+"""
 
 from __future__ import annotations
 
@@ -64,3 +66,24 @@ def triangular_solve(
     triangle.copy_(matrix.triu() if upper else matrix.tril())
     solved = triangle.mT if transpose else triangle
     out.copy_(torch.linalg.solve_triangular(solved, known, upper=upper is not transpose, unitriangular=unit))
+
+
+@kernel("aclnnConvolution", "TTTAAAbAITh")
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    out: Tensor,
+    cube_math: int,
+) -> None:
+    """Convolve, as torch does: sums in float32, rounded once."""
+    demand(x.dtype in (torch.float32, torch.float16, torch.bfloat16) and x.dtype == weight.dtype, f"x {x.dtype}")
+    wide = None if bias is None else bias.float()
+    sizes = (stride, padding, dilation, transposed, output_padding, groups)
+    out.copy_(torch.convolution(x.float(), weight.float(), wide, *sizes))

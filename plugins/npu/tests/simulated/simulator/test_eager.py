@@ -90,6 +90,15 @@ def test_products_round_once(dtype: torch.dtype) -> None:
         assert ((found.double() - reference).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_convolutions_of_each_channel_equal_the_processor(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 6, 9), (6, 1, 4), (6,)))
+    found = torch.nn.functional.conv1d(x.npu(), weight.npu(), bias.npu(), padding=3, groups=6).cpu()
+    exact = torch.nn.functional.conv1d(x.double(), weight.double(), bias.double(), padding=3, groups=6)
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
 @pytest.mark.parametrize("unit", [False, True])
 @pytest.mark.parametrize("upper", [False, True])
 def test_triangular_systems_are_solved(upper: bool, unit: bool) -> None:
