@@ -40,10 +40,21 @@ def kernel_of(
         schema = schema if keywords else schema.replace("*, ", "")
         name = f"{namespace}::{kernel.__name__}"
         made = torch.library.custom_op(name, kernel, mutates_args=op.mutates, schema=schema)
-        made.register_fake(op.fake)
+        made.register_fake(op.fake if keywords else _by_position(op))
         return made._opoverload
 
     return register
+
+
+def _by_position(op: CanonicalOp) -> Callable[..., Any]:
+    """Return the fake of `op` for a schema without keywords."""
+    names = [argument.name for argument in op.overload._schema.arguments]
+
+    def fake(*args: Any) -> Any:
+        first = len(op.positional)
+        return op.fake(*args[:first], **dict(zip(names[first:], args[first:], strict=False)))
+
+    return fake
 
 
 @kernel_of(RMS_NORM)
