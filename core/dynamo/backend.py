@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -129,6 +130,9 @@ def _frame() -> tuple[str, str]:
     name = f"{type(modules[0]).__name__}.forward" if modules else code.co_qualname
     if code.co_name.startswith("torch_dynamo_resume_in"):
         name += f" from line {code.co_firstlineno} on"
+        return name, f"{code.co_filename}:{code.co_firstlineno}"
+    # What is compiled may be called through a function of a library, or of core.optimize.
+    code = getattr(inspect.unwrap(type(modules[0]).forward), "__code__", code) if modules else code
     return name, f"{code.co_filename}:{code.co_firstlineno}"
 
 

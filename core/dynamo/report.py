@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from core.compilation.implementations import ORIGINAL_NODES
+
 if TYPE_CHECKING:
     from core.compilation.implementations import OpChoice
     from core.compilation.rewrite.pass_report import PassReport
@@ -83,7 +85,8 @@ class BackendReport:
         breaks = sum(self.graph_breaks.values())
         lines = [f"{len(self.graphs)} graphs, {self.calls} calls of them, {breaks} graph breaks"]
         for graph in self.graphs:
-            lines.append(f"  {graph.name} ({graph.place}): {graph.num_nodes} nodes, device {graph.device}")
+            device = f", device {graph.device}" if graph.device else ""
+            lines.append(f"  {graph.name} ({graph.place}): {graph.num_nodes} nodes{device}")
             if graph.original:
                 lines.append(f"    runs as it was traced: {graph.original}")
             else:
@@ -91,12 +94,15 @@ class BackendReport:
                 lines.append(f"    passes: {fired or 'none matched'}")
                 ops = Counter(f"{choice.op} -> {choice.implementation}" for choice in graph.ops)
                 lines += [f"    {name}: {count}" for name, count in sorted(ops.items())]
+                if any(choice.implementation == ORIGINAL_NODES for choice in graph.ops):
+                    lines.append(f"    ({ORIGINAL_NODES}: torch's own op, left to lowering {graph.lowering})")
                 captured = f", {graph.num_captured} captured" if graph.num_captured else ""
                 lines.append(
                     f"    lowering {graph.lowering}: {graph.num_shapes} shapes{captured}, {graph.calls} calls; "
                     f"{graph.seconds:.1f} s to compile"
                 )
-            lines += [f"    ran as it was traced {count} times: {why}" for why, count in graph.originals.items()]
+            for why, count in graph.originals.items():
+                lines.append(f"    ran as it was traced {count} times" + ("" if why == graph.original else f": {why}"))
             lines += [f"    undone: {each.name}: {each.error}" for each in graph.passes if each.error]
             lines += [f"    note: {note}" for note in graph.notes]
         lines += [f"  graph break, {count} times: {why}" for why, count in self.graph_breaks.items()]

@@ -24,6 +24,7 @@ from core.engine.held import as_loaded
 from core.engine.inspect.batches import check_batches
 from core.engine.lora.adapters import Adapters
 from core.engine.models.loading import LoadedModel, load_model
+from core.engine.patience import Patience
 from core.engine.serve.drafting import load_draft
 from core.engine.serve.handing import HandsOut
 from core.engine.serve.prompts import (
@@ -80,7 +81,7 @@ class Engine(HandsOut, Resting, Described):
         self.native_attention: str = loaded.config._attn_implementation
         self._closed = False
         self._sleeper = make_sleeper(loaded.model, device, self.config)
-        how: Any = {"max_model_len": self.max_model_len, "progress": progress}
+        how: Any = {"max_model_len": self.max_model_len, "progress": progress or Patience(device, self.config)}
         #: The draft model; None without one.
         self.draft = load_draft(loaded, device, self.config, **how)
         start = time.perf_counter()
