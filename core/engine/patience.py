@@ -6,7 +6,6 @@ import logging
 import time
 
 from core.device import Device
-from core.engine.steps.runner import EngineConfig
 
 log = logging.getLogger("core.engine")
 _AFTER_S = 20.0
@@ -15,8 +14,9 @@ _AFTER_S = 20.0
 class Patience:
     """A `Progress` that logs a warning at the first step after 20 seconds: how far it is, and what starts at once."""
 
-    def __init__(self, device: Device, config: EngineConfig) -> None:
-        lowering = device.lowerings.resolve(config.options.lowering)[0]
+    def __init__(self, device: Device, lowering: str | None) -> None:
+        """lowering: the one asked for; None for the device's own."""
+        lowering = device.lowerings.resolve(lowering)[0]
         at_once = lowering != "inline" and "inline" in device.lowerings.available
         self._advice = ", and CompileOptions(lowering='inline') starts at once" if at_once else ""
         self._start, self._told = time.monotonic(), False

@@ -6,10 +6,8 @@ import logging
 
 import pytest
 
-from core.compilation.options import CompileOptions
 from core.engine import patience
 from core.engine.patience import Patience
-from core.engine.steps.runner import EngineConfig
 from tests.support import cpu
 
 
@@ -20,7 +18,7 @@ def test_a_long_compile_is_told_once_with_what_starts_at_once(
     now = [0.0]
     monkeypatch.setattr(patience.time, "monotonic", lambda: now[0])
     device = cpu()
-    told = Patience(device, EngineConfig(options=CompileOptions(lowering=lowering)))
+    told = Patience(device, lowering)
     with caplog.at_level(logging.WARNING, "core.engine"):
         for now[0], done in ((1.0, 0), (21.0, 2), (60.0, 3)):
             told("capture", done, 18)

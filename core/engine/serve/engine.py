@@ -81,7 +81,10 @@ class Engine(HandsOut, Resting, Described):
         self.native_attention: str = loaded.config._attn_implementation
         self._closed = False
         self._sleeper = make_sleeper(loaded.model, device, self.config)
-        how: Any = {"max_model_len": self.max_model_len, "progress": progress or Patience(device, self.config)}
+        how: Any = {
+            "max_model_len": self.max_model_len,
+            "progress": progress or Patience(device, config.options.lowering),
+        }
         #: The draft model; None without one.
         self.draft = load_draft(loaded, device, self.config, **how)
         start = time.perf_counter()
