@@ -105,7 +105,12 @@ def test_resolve_gives_the_default_or_the_named_one() -> None:
 
 def test_an_unknown_lowering_names_the_known_ones() -> None:
     own = Lowerings(available={"zeta": inline, "alpha": inline}, default="zeta")
-    with refused(UsageError, "lowering 'inductor'", "this device has: alpha, zeta", "core.compile(..., lowering=...)"):
+    with refused(
+        UsageError,
+        "lowering 'inductor'",
+        "this device has: alpha, zeta",
+        "--lowering NAME, or lowering=NAME among the options",
+    ):
         own.resolve("inductor")
 
 
