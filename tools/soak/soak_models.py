@@ -19,14 +19,13 @@ from typing import Annotated
 import torch
 import typer
 
-from core.compilation.options import CompileOptions
 from core.device import Device
 from core.engine.models.loading import LoadedModel, build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.host.selection import select_device
-from staggered import EVENTS, counted, draw_jobs, faults, serve
+from staggered import EVENTS, MAX_LEN, TIGHT, counted, draw_jobs, faults, serve
 
 TYPES = (
     "nemotron_h",
@@ -43,19 +42,8 @@ TYPES = (
     "glm_moe_dsa",
     "diffllama",
 )
-MAX_LEN = 64
-CONFIG = EngineConfig(
-    max_num_seqs=4,
-    max_model_len=MAX_LEN,
-    block_size=8,
-    cache_tokens=MAX_LEN + 16,
-    decode_buckets=(2, 4),
-    prefill_buckets=(16,),
-    max_step_tokens=16,
-    sampling=("greedy",),
-    decode_steps=2,  # not as many as fit into some time: a run is to be the same each time
-    options=CompileOptions(lowering="inline"),
-)
+# A run is to be the same each time: not as many steps in a row as fit into some time.
+CONFIG = replace(TIGHT, decode_steps=2)
 """Room for little more than one sequence of the longest context, and prompts of up to three chunks."""
 NUM_DRAFTS = 2
 _BEGINNINGS = 3

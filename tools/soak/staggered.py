@@ -14,13 +14,28 @@ from typing import Any
 
 import torch
 
+from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.http.load import load_of
 from core.engine.serve.engine import Engine
 from core.engine.serve.request import Completion
+from core.engine.steps.runner import EngineConfig
 
 LENGTHS = (1, 2, 3, 7, 16, 17, 33, 40)
 """Tokens of prompts: around blocks of 8 and steps of 16, and up to three of such steps."""
+MAX_LEN = 64
+TIGHT = EngineConfig(
+    max_num_seqs=4,
+    max_model_len=MAX_LEN,
+    block_size=8,
+    cache_tokens=MAX_LEN + 16,
+    decode_buckets=(2, 4),
+    prefill_buckets=(16,),
+    max_step_tokens=16,
+    sampling=("greedy",),
+    options=CompileOptions(lowering="inline"),
+)
+"""Room for little more than one sequence of the longest context, and prompts of up to three chunks."""
 _FIRST, _LAST = 3, 160
 """Token ids: above those with a meaning, and within the tiny models' vocabulary."""
 _MAX_STEPS = 20_000

@@ -76,7 +76,7 @@ class HeldValues:
     """What is held at a break point: how it was there."""
 
     def __init__(self) -> None:
-        self._values = tuple((*each, _get(*each)) for each in _state.held)
+        self._values = tuple((*each, get_held(*each)) for each in _state.held)
 
     def __bool__(self) -> bool:
         return bool(self._values)
@@ -84,15 +84,17 @@ class HeldValues:
     @contextmanager
     def set(self, asked: str) -> Iterator[None]:
         """Set it for a block; raise `CaptureError` where the block set it otherwise. asked: the error's first line."""
-        before = [_get(holder, name) for holder, name, _ in self._values]
+        before = [get_held(holder, name) for holder, name, _ in self._values]
         try:
             for holder, name, value in self._values:
-                _put(holder, name, value)
+                put_held(holder, name, value)
             yield
-            changed = [f"{type(h).__name__}.{name}" for h, name, value in self._values if _get(h, name) is not value]
+            changed = [
+                f"{type(h).__name__}.{name}" for h, name, value in self._values if get_held(h, name) is not value
+            ]
         finally:
             for (holder, name, _), value in zip(self._values, before, strict=True):
-                _put(holder, name, value)
+                put_held(holder, name, value)
         if changed:
             raise CaptureError(
                 asked,
@@ -101,11 +103,13 @@ class HeldValues:
             )
 
 
-def _get(holder: Any, name: Any) -> Any:
+def get_held(holder: Any, name: Any) -> Any:
+    """Return what is held at this place, a key of a dict or an attribute."""
     return holder[name] if isinstance(holder, dict) else getattr(holder, name)
 
 
-def _put(holder: Any, name: Any, value: Any) -> None:
+def put_held(holder: Any, name: Any, value: Any) -> None:
+    """Put a value at this place."""
     if isinstance(holder, dict):
         holder[name] = value
     else:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from core.common.graphs.backend import BoundCallable, GraphKey, SegmentBackend
 from core.common.graphs.weak import Loose, addresses, has_address
-from core.compilation.capture.breaks import HeldValues, breaking
+from core.compilation.capture.breaks import HeldValues, breaking, hold
 from core.compilation.capture.stitch import EagerStep, GraphStep, Step, stitch
 from core.errors import CaptureError
 
@@ -197,6 +197,7 @@ def capture_parts(
     device: where the backend's graphs allocate. Capturing runs `fn` once more, for real. Raises what `fn` raises while
     it is recorded, with the device usable.
     """
+    hold(())  # of a call on this thread that failed before its end
     for _ in range(num_warmups):
         warmup = _Warmup()
         with breaking(warmup):

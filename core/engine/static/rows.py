@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core.compilation.capture.breaks import hold
+from core.compilation.capture.breaks import get_held, hold, put_held
 from core.engine.static.cache import changed
 from core.engine.static.row_steps import PackedStep, RowStep
 
@@ -90,22 +90,22 @@ class Rows:
         """Give transformers' own cache, empty, for one sequence; what is written is in this row."""
         views = [held.row(row) for held in self._held]
         for held, view in zip(self._held, views, strict=True):
-            _put(held.holder, held.name, view)
+            put_held(held.holder, held.name, view)
         self._own.reset()
         try:
             yield self._own
-            if any(_get(held.holder, held.name) is not view for held, view in zip(self._held, views, strict=True)):
+            if any(get_held(held.holder, held.name) is not view for held, view in zip(self._held, views, strict=True)):
                 raise ValueError("its cache puts other tensors in the place of those that it has")
         finally:  # whoever moves the rows' memory must find nothing else that refers to it
             for held in self._held:
-                _put(held.holder, held.name, None)
+                put_held(held.holder, held.name, None)
 
     def begin(self, positions: Tensor, active: Tensor | None) -> Any:
         """Return the cache of a step in the first rows. positions: (B,), of its tokens; a row that is not in the step
         has a position that holds nothing yet. active: (B,) bool, which rows are in the step, for layers with states."""
         self.step.positions, self._active = positions, active
         for holder, name, whole in self._states:
-            _put(holder, name, whole.narrow(0, 0, positions.shape[0]).clone())
+            put_held(holder, name, whole.narrow(0, 0, positions.shape[0]).clone())
         hold([(self.step, "positions"), *((holder, name) for holder, name, _ in self._states)])
         return self._cache
 
@@ -113,12 +113,12 @@ class Rows:
         """Keep what the step has done to the rows that are in it."""
         hold(())
         for holder, name, whole in self._states:
-            moved = _get(holder, name)
+            moved = get_held(holder, name)
             rows = whole.narrow(0, 0, moved.shape[0])
             assert self._active is not None
             kept = self._active.view(-1, *[1] * (moved.dim() - 1))
             rows.copy_(torch.where(kept, moved, rows))
-            _put(holder, name, whole)
+            put_held(holder, name, whole)
         self.step.positions = self._active = None
 
     def move(self, row: int, to: int) -> None:
@@ -195,14 +195,3 @@ class _RowedCache:
     def get_query_offset(self, layer_idx: int = 0) -> Tensor:
         """Return the rows' positions, of which masks are made."""
         return self.step.query_offset
-
-
-def _get(holder: Any, name: Any) -> Any:
-    return holder[name] if isinstance(holder, dict) else getattr(holder, name)
-
-
-def _put(holder: Any, name: Any, value: Any) -> None:
-    if isinstance(holder, dict):
-        holder[name] = value
-    else:
-        setattr(holder, name, value)

@@ -25,7 +25,7 @@ from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.step import Flight, Step, StepOutput
 from core.errors import ModelError, UsageError
-from staggered import Job, draw_jobs, generated, serve
+from staggered import MAX_LEN, TIGHT, Job, draw_jobs, generated, serve
 from tests.installed import needs_type
 from tests.marks import slow_except
 from tests.recording import acme
@@ -55,19 +55,7 @@ TYPES = (
 EAGER_PROMPTS = {"minimax", "zamba", "zaya"}
 """Models of which a layer computes what no op stands for."""
 NUM_REQUESTS = 20
-MAX_LEN = 64
-# Room for little more than one sequence of the longest context, and prompts of up to three chunks.
-CONFIG = EngineConfig(
-    max_num_seqs=4,
-    max_model_len=MAX_LEN,
-    block_size=8,
-    cache_tokens=MAX_LEN + 16,
-    decode_buckets=(2, 4),
-    prefill_buckets=(16,),
-    max_step_tokens=16,
-    sampling=("greedy",),
-    options=CompileOptions(lowering="inline", strict=True),
-)
+CONFIG = replace(TIGHT, options=CompileOptions(lowering="inline", strict=True))
 
 
 def build(model_type: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
