@@ -58,7 +58,7 @@ def read_preset(path: Path) -> Preset:
             f"--preset {str(path)!r}",
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
             remedy="give the config.json of a model type that transformers knows",
-        ) from None
+        ) from error
     return replace(shape, dtype=dtype) if isinstance(dtype, torch.dtype) else shape
 
 
@@ -182,7 +182,7 @@ def random_model(
             f"making {title} on {torch_device}",
             found=f"out of memory: {' '.join(str(error).split())[:200]}",
             remedy="choose a smaller preset or a narrower dtype, or free memory there",
-        ) from None
+        ) from error
     loaded = loaded_model(model, dtype=dtype, logged=logged, load_time_s=time.perf_counter() - start_s)
     return replace(loaded, num_parameters=num_parameters)
 

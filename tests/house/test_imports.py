@@ -108,6 +108,24 @@ def _template_imports(root: Path) -> Iterator[tuple[str, int, str]]:
         yield from ((relative.as_posix(), line, name) for name, line in found)
 
 
+def transformers_is_asked_for(root: Path) -> list[str]:
+    """Importing a module imports no transformers: it is optional, and slow where `import_transformers` is not asked."""
+    shipped = ("core", *plugin_packages(root).values(), "conformance/core_conformance")
+    return [
+        f"{path}:{statement.lineno} imports transformers at once"
+        for path, text in sources(root, *shipped)
+        for statement in ast.parse(text).body
+        if isinstance(statement, ast.Import | ast.ImportFrom)
+        and any(within(name, ("transformers",)) for name in _named(statement))
+    ]
+
+
+def _named(statement: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(statement, ast.Import):
+        return [each.name for each in statement.names]
+    return [statement.module or ""] if statement.level == 0 else []
+
+
 PLANTED: dict[Rule, list[Files]] = {
     host_imports_no_plugin: [
         {"core/a.py": "def f():\n    import core_cpu.runner"},
@@ -124,6 +142,10 @@ PLANTED: dict[Rule, list[Files]] = {
     ],
     plugins_are_strangers: [
         {"plugins/x/core_x/a.py": "from core_y.ops import f", "plugins/y/core_y/ops.py": ""},
+    ],
+    transformers_is_asked_for: [
+        {"core/a.py": "from transformers import GenerationConfig"},
+        {"plugins/x/core_x/a.py": "import torch, transformers.utils"},
     ],
     nobody_imports_the_plugins_folder: [{"tests/a.py": "import plugins.cpu"}, {"core/a.py": "from plugins import x"}],
     plugins_keep_to_the_contract: [
@@ -142,6 +164,10 @@ INNOCENT: dict[Rule, list[Files]] = {
     host_imports_no_plugin: [{"core/a.py": "from core.errors import CoreError"}],
     common_stands_alone: [
         {"core/common/a.py": "import torch\nif TYPE_CHECKING:\n    from core.capabilities import Mode"}
+    ],
+    transformers_is_asked_for: [
+        {"core/a.py": "def f():\n    import transformers\nif TYPE_CHECKING:\n    from transformers import Cache"},
+        {"tests/a.py": "import transformers"},
     ],
     plugins_are_strangers: [{"plugins/x/core_x/a.py": "import core_x.b\nfrom core.errors import CoreError"}],
     plugins_keep_to_the_contract: [

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from core.common.graphs.indexing import checked_indices
 from core.compilation.capture.breaks import blamed_module, breaks_at, modules_of
 from core.compilation.capture.plain_call import ObservedCropper, UntracedCall
 from core.compilation.phases.phase import Runnable
 from core.compilation.phases.python_state import StateWatch
-from core.errors import CaptureError, GraphResourcesError, one_line
+from core.errors import CaptureError, CoreError, GraphResourcesError, one_line
 
 if TYPE_CHECKING:
     from core.common.graphs.backend import GraphKey
@@ -133,6 +134,7 @@ class UntracedPhase:
             if self._options.reset is not None:
                 self._options.reset()
 
+    @checked_indices()  # what was frozen may be a length: what runs between graphs then reads beyond an end
     def _compare(
         self, key: GraphKey, runnable: Runnable, views: Mapping[str, Tensor], sets: Sequence[Mapping[str, Tensor]]
     ) -> None:
@@ -152,13 +154,25 @@ class UntracedPhase:
         if not _equal(first, second):
             why = "two runs without graphs differ: it keeps state, or draws by chance"
             self._unchecked(why, "give `reset`, which brings state in place back to where it was")
-        elif not _equal(first, outputs(lambda: self._stages.runner.replay(key))):
-            raise CaptureError(
-                f"checking {key} on further inputs",
-                found="its replay differs from a run without graphs: what Python decided at capture was frozen",
-                remedy=f"take the module that decides by data as a break point: {_EAGER.format('(its path,)')}; "
-                "or mode 'off'",
-            )
+            return
+        try:
+            differs = not _equal(first, outputs(lambda: self._stages.runner.replay(key)))
+        except CoreError:
+            raise
+        except Exception as error:  # code between the graphs, which is not ours
+            raise self._frozen(
+                key, f"its replay fails ({one_line(str(error))}) where a run without graphs does not"
+            ) from error
+        if differs:
+            raise self._frozen(key, "its replay differs from a run without graphs")
+
+    def _frozen(self, key: GraphKey, how: str) -> CaptureError:
+        return CaptureError(
+            f"checking {key} on further inputs",
+            found=f"{how}: what Python decided at capture was frozen",
+            remedy=f"take the module that decides by data as a break point: {_EAGER.format('(its path,)')}; "
+            "or mode 'off'",
+        )
 
     def _unchecked(self, why: str, remedy: str) -> None:
         """Say that frozen Python would go unnoticed in the phase; raise `CaptureError` where strict."""

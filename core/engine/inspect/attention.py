@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import core.common.ops.attention.paged  # noqa: F401  # registers core::attention
+from core.common.graphs.indexing import checked_indices
 from core.compilation.capture.breaks import Held
-from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.masks import Reach, prove_causal
 from core.errors import UsageError
 

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from core.common.graphs.indexing import checked_indices
 from core.common.numerics import Verdict, judge
 from core.common.ops.attention.cache import read, stored
 from core.engine.inspect.attention import AttentionLayer, NotPageable, inspect
-from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.probe import Caching
 from core.engine.models.forward import cache_name
 from core.errors import ModelError

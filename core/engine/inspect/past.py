@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.common.graphs.indexing import checked_indices
 from core.engine.inspect.attention import SIZE, NotPageable, StepTensors, implementation, register_interfaces
-from core.engine.inspect.indexing import checked_indices
 from core.engine.models.forward import accepted_arguments
 
 _TOKENS = 4

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.common.graphs.indexing import checked_indices
 from core.common.graphs.torch_modes import CallsSeen, entered
 from core.engine.inspect.attention import NotPageable
-from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.probe import function_bound, given_difference, probe_tokens, relative_difference
 from core.engine.models.architecture import max_position
 from core.engine.models.forward import accepted_arguments

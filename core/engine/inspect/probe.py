@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.common.graphs.indexing import checked_indices
 from core.common.graphs.torch_modes import CallsSeen, entered
 from core.engine.inspect.attention import implementation
-from core.engine.inspect.indexing import checked_indices
 from core.engine.models.architecture import max_position
 from core.engine.models.forward import accepted_arguments, adds_tokens, whole_logits
 from core.quantization.layers import QuantizedModule, rounds_inputs

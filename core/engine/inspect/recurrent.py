@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from core.common.graphs.indexing import checked_indices
 from core.engine.inspect.attention import NotPageable
-from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.probe import function_bound, probe_tokens, relative_difference
 from core.engine.inspect.recurrence import NONE, Accessor, Recurrence, RecurrentLayer, StateKey, StateSpec
 from core.engine.models.forward import accepted_arguments, cache_name

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import core.common.ops.linear  # noqa: F401  # registers core::add_lora
+from core.common.graphs.indexing import checked_indices
 from core.engine.inspect.attention import SIZE, NotPageable, implementation, register_interfaces
-from core.engine.inspect.indexing import checked_indices
 from core.engine.models.forward import accepted_arguments
 from core.engine.models.hf import import_transformers
 from core.quantization.layers import QuantizedLinear, WeightOnlyLinear

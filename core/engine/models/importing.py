@@ -33,17 +33,23 @@ def import_lean() -> ModuleType:
     if _MODELS in sys.modules:
         return importlib.import_module("transformers")
     hidden = _FOR_OTHERS if is_own_process() else ()
+    _ask_again(hidden)
     with _listed_quickly(), _hidden(hidden):
         transformers = importlib.import_module("transformers")
         _import_models(transformers)
         for name in _USERS if hidden else ():
             importlib.import_module(name)
-    checks: Any = importlib.import_module("transformers.utils.import_utils")
-    for name in hidden:  # transformers keeps the answers to its questions for what is installed
+    _ask_again(hidden)
+    return transformers
+
+
+def _ask_again(names: Sequence[str]) -> None:
+    """Have transformers, where a part of it is imported, forget whether these packages are installed: it asks once."""
+    checks = sys.modules.get("transformers.utils.import_utils")
+    for name in names:
         forget = getattr(getattr(checks, f"is_{name}_available", None), "cache_clear", None)
         if forget is not None:
             forget()
-    return transformers
 
 
 def _import_models(transformers: ModuleType) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from core.common.graphs.indexing import checked_indices
 from core.device import Device
 from core.engine.inspect.attention import SIZE, StepTensors, implementation
-from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.past import Asked
 from core.engine.models.forward import accepted_arguments
 from core.engine.paged.groups import CacheNeeds, CacheSize

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
+from core.common.graphs.indexing import checked_indices
 from core.common.graphs.torch_modes import CallsSeen, entered
-from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.probe import (
     LONG,
     SHORT,
@@ -26,6 +25,7 @@ from core.engine.inspect.probe import (
     rounding_bound,
 )
 from core.engine.models.forward import accepted_arguments
+from core.engine.models.hf import import_transformers
 from core.engine.recompute.model import Way, WholeForward, whole_inputs
 from core.engine.static.self_check import told_of
 
@@ -199,7 +199,8 @@ def _generated(model: Any, prompt: list[int], count: int) -> tuple[Tensor, list[
     ids = torch.tensor([prompt], device=next(model.parameters()).device)
     how: dict[str, Any] = {"max_new_tokens": count, "do_sample": False, "disable_compile": True, "pad_token_id": 0}
     how |= {"output_logits": True, "return_dict_in_generate": True}
-    own, model.generation_config = model.generation_config, GenerationConfig()  # what it says of sampling is not asked
+    own = model.generation_config
+    model.generation_config = import_transformers().GenerationConfig()  # what it says of sampling is not asked
     try:
         generated = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
     except Exception as error:  # the model's code may raise anything

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.common.graphs.indexing import checked_indices
 from core.device import Device
-from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.probe import (
     counts_from_zero,
     depends_on_longest,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.engine.inspect.indexing import checked_indices
+from core.common.graphs.indexing import checked_indices
 from core.engine.inspect.probe import (
     LONG,
     SHORT,

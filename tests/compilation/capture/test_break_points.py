@@ -239,6 +239,33 @@ def test_control_flow_that_was_frozen_is_found_on_further_inputs() -> None:
         assert torch.equal(program(x=x), model(x))
 
 
+class Chosen(nn.Module):
+    """Reads the last row of a table of one row, and one more for each positive row of x."""
+
+    def forward(self, table: Tensor, x: Tensor) -> Tensor:
+        return table.index_select(0, (x.sum(1) > 0).sum().reshape(1))
+
+
+class Growing(nn.Module):
+    """Makes the table, of a length that a capture which does not trace does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = Chosen()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.utils._python_dispatch._disable_current_modes():
+            length = 1 + int((x.sum(1) > 0).sum())
+        return self.chosen(x[:1].expand(length, 4) + 1, x) + 1
+
+
+def test_a_frozen_length_is_found_where_code_between_graphs_reads_beyond_it() -> None:
+    few, many = torch.full((4, 4), -1.0), torch.ones(4, 4)
+    few[0] = 1
+    with refused(CaptureError, "checking main[4] on further inputs", "out of bounds", "was frozen"):
+        compiled(Growing(), examples=[{"x": few}, {"x": many}], eager=("chosen",), buckets=[4])
+
+
 def test_inputs_that_can_not_be_guessed_are_asked_for() -> None:
     program = core.capture(lambda ids: ids * 2, acme(), inputs={"ids": InputSpec(("n",), torch.int64)}, buckets=[4])
     (note,) = program.report().notes

@@ -20,6 +20,8 @@ import json, sys
 from core.common.collector import own_process
 from core.engine.models.hf import import_transformers
 own_process(own=sys.argv[1] == "own")
+if "early" in sys.argv:  # somebody's `import transformers`, which has asked for both packages
+    import transformers
 _ = import_transformers().PreTrainedModel
 from transformers.generation import GenerationMixin
 before = sorted({"scipy", "sklearn"} & sys.modules.keys())
@@ -46,15 +48,16 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 @pytest.mark.slow  # imports transformers in a process of its own
+@pytest.mark.parametrize("before", [(), ("early",)], ids=["alone", "after its import"])
 @pytest.mark.parametrize("whose", ["own", "a caller's"])
-def test_a_command_does_not_pay_for_what_only_others_use(whose: str, tmp_path: Path) -> None:
+def test_a_command_does_not_pay_for_what_only_others_use(whose: str, before: tuple[str, ...], tmp_path: Path) -> None:
     write(tmp_path, IN_USE)
     found = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    command = [sys.executable, "-c", STARTS, whose]
+    command = [sys.executable, "-c", STARTS, whose, *before]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": found})
     assert done.returncode == 0, done.stderr
-    before, *afterwards = json.loads(done.stdout)
-    assert ("scipy" in before) == (whose != "own") and ("sklearn" not in before or whose != "own")
+    there, *afterwards = json.loads(done.stdout)
+    assert ("scipy" in there) == (whose != "own") and ("sklearn" not in there or whose != "own")
     assert afterwards == [True, True, "1.16.0"], "what is hidden for the import is there again"
 
 

@@ -1,4 +1,4 @@
-"""core/engine/inspect/indexing.py: an index out of range is an error before the device sees it."""
+"""core/common/graphs/indexing.py: an index out of range is an error before the device sees it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core.common.graphs.indexing import checked_indices
 from core.common.graphs.torch_modes import entered
 from core.engine.inspect.attention import NotPageable, inspect
-from core.engine.inspect.indexing import checked_indices
 from core.engine.inspect.probe import counts_from_zero
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
