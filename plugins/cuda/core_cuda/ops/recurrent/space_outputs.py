@@ -118,6 +118,7 @@ def outputs_kernel(
     shares: tl.constexpr = (GROUP + SHARE - 1) // SHARE
     programs: tl.constexpr = blocks * shares * (HEADS // GROUP)
     tiles: tl.constexpr = CHUNK // TILE
+    tl.static_assert(tiles <= 2)  # a tile knows of one before it
     group, share = tl.program_id(0) // (blocks * shares) % (HEADS // GROUP), tl.program_id(0) // blocks % shares
     tile = tl.program_id(0) // programs % tiles
     place = (tl.program_id(0) // (programs * tiles)).to(tl.int64)
