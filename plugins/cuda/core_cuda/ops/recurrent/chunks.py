@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from core_cuda.ops.recurrent.states import exponential
+from core_cuda.ops.recurrent.states import exponential, rows_of
 
 CHUNK = 16
 """Rows of a chunk."""
@@ -42,6 +42,15 @@ def sequence_at(query_starts, place, num_sequences, CHUNK: tl.constexpr):
         before = place_of(query_starts, middle, CHUNK) <= place
         low, high = tl.where(before, middle, low), tl.where(before, high, middle - 1)
     return low
+
+
+@triton.jit
+def chunk_at(query_starts, place, num_sequences, CHUNK: tl.constexpr):
+    """Return the first row of the chunk at a place and the first after it; none lie between where it holds none."""
+    sequence = sequence_at(query_starts, place, num_sequences, CHUNK)
+    begin, last = rows_of(query_starts, sequence)
+    begin += (place - place_of(query_starts, sequence, CHUNK)) * CHUNK
+    return begin, tl.minimum(begin + CHUNK, last)
 
 
 @triton.jit

@@ -42,17 +42,21 @@ class SpaceCall:
         return *given, *places(self.slots, self.kept), self.query_starts
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Return heads, those of a group, features and numbers of state."""
+        heads, features = self.x.shape[1:]
+        group, state = group_of(heads, self.B.shape[1]), self.B.shape[2]
+        return {"HEADS": heads, "GROUP": group, "FEATURES": features, "STATE": state}
+
+    @property
+    def of_steps(self) -> dict[str, Any]:
+        """Return what a step is made of."""
+        return {"SOFTPLUS": self.dt_softplus, "LEAST": self.dt_min, "MOST": self.dt_max}
+
+    @property
     def constants(self) -> dict[str, Any]:
         """Return what kernels are compiled for."""
-        return {
-            "HEADS": self.x.shape[1],
-            "GROUP": group_of(self.x.shape[1], self.B.shape[1]),
-            "FEATURES": self.x.shape[2],
-            "STATE": self.B.shape[2],
-            "SOFTPLUS": self.dt_softplus,
-            "LEAST": self.dt_min,
-            "MOST": self.dt_max,
-        }
+        return {**self.sizes, **self.of_steps}
 
 
 def strides_of(x: Tensor | None, dims: int) -> tuple[int, ...]:

@@ -106,7 +106,7 @@ def selective_state_update(
     call = SpaceCall(in_rows(x), dt, A, in_rows(B), in_rows(C), states, D, dt_bias, *given)
     if A.dim() == 3:
         return feature_space.along_features(call)
-    if query_starts is not None and space_chunks.takes(B):
+    if query_starts is not None and space_chunks.takes(x.shape[0], call.num_sequences, B.shape[2]):
         return space_chunks.in_chunks(call)
     return _row_by_row(call)
 
