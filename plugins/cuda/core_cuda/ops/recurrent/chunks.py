@@ -12,12 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from core_cuda.ops.recurrent.states import exponential
+from core_cuda.ops.recurrent.states import exponential, rows_of
 
-CHUNK = 16
-"""Rows of a chunk."""
-PRECISION = "tf32x3"
-"""Of products: three of 10 bits each, about as exact as one in fp32, on the matrix units."""
 MIN_SIZE = 16
 """Rows and columns of a product at least."""
 
@@ -45,6 +41,15 @@ def sequence_at(query_starts, place, num_sequences, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def chunk_at(query_starts, place, num_sequences, CHUNK: tl.constexpr):
+    """Return the first row of the chunk at a place and the first after it; none lie between where it holds none."""
+    sequence = sequence_at(query_starts, place, num_sequences, CHUNK)
+    begin, last = rows_of(query_starts, sequence)
+    begin += (place - place_of(query_starts, sequence, CHUNK)) * CHUNK
+    return begin, tl.minimum(begin + CHUNK, last)
+
+
+@triton.jit
 def decays_between(logs, CHUNK: tl.constexpr):
     """Return by what a state decays from each row of a chunk (second dimension) to each later one or itself (first);
     0 for earlier ones. logs (CHUNK,): the logarithm of the decay in each row.
@@ -55,11 +60,3 @@ def decays_between(logs, CHUNK: tl.constexpr):
     later = rows[:, None] > rows[None, :]
     sums = tl.cumsum(tl.where(later, tl.broadcast_to(logs[:, None], (CHUNK, CHUNK)), 0.0), 0)
     return tl.where(rows[:, None] >= rows[None, :], exponential(sums), 0.0)
-
-
-@triton.jit
-def decays_to_end(logs, CHUNK: tl.constexpr):
-    """Return by what a state decays from behind each row to the last; each a sum of its own, as above."""
-    rows = tl.arange(0, CHUNK)
-    later = rows[None, :] > rows[:, None]
-    return exponential(tl.sum(tl.where(later, tl.broadcast_to(logs[None, :], (CHUNK, CHUNK)), 0.0), 1))
