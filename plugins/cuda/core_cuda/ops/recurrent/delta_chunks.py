@@ -17,24 +17,24 @@ from torch import Tensor
 from core_cuda.ops import launching
 from core_cuda.ops.recurrent import chunks
 from core_cuda.ops.recurrent.delta_kernels import delta_inverses_kernel, delta_outputs_kernel, delta_states_kernel
-from core_cuda.ops.recurrent.states import block_of, group_of, num_sequences, places, results
+from core_cuda.ops.recurrent.states import group_of, num_sequences, places, results
 
 CHUNK = 64
 """Rows of a chunk. Each has a state in memory for each head, written and read once."""
 FEWEST_ROWS = 8
 """Of a sequence, on average: shorter ones are moved on row by row, where all of them run at once."""
-MAX_KEY = 256
+MAX_KEY = 128
 """Features of a key at most: a program holds them for some columns of a state."""
 _FEWEST_FEATURES = 64
 """Of a key in a product: matrix units that read shared memory take 64 rows of a matrix, and small ones were wrong."""
-_COLUMNS, _FEWEST_COLUMNS = 64, 32
-"""Columns of a state in a program, at most and at least."""
+_STATE_COLUMNS = 32
+"""Columns of a state that a program moves along a sequence, in registers."""
 
 
 def why_not(key: Tensor, decay: Tensor, query_starts: Tensor | None) -> str | None:
     """Return why a call goes row by row and not in chunks, or None. Lengths of sequences are known on the device only.
 
-    key (T, G, D), decay (T, H) or (T, H, D), query_starts (S + 1,), as the canonical op takes them.
+    key (T, G, D), decay (T, H) or (T, H, D), query_starts (S + 1,) int32 or None, as the canonical op takes them.
     """
     rows, count = key.shape[0], num_sequences(key.shape[0], query_starts)
     if query_starts is None:
@@ -66,53 +66,38 @@ def in_chunks(
     """Do what the canonical op does; query, key and value each with rows of one run."""
     (rows, heads, width), depth = value.shape, key.shape[2]
     count, starts, out = num_sequences(rows, query_starts), query_starts.contiguous(), results(value, query_starts)
-    num_chunks = rows // CHUNK + count
-    make = partial(torch.empty, dtype=torch.float32, device=out.device)
+    num_chunks, make = rows // CHUNK + count, partial(torch.empty, dtype=torch.float32, device=out.device)
     inverses = make((num_chunks, heads, 3, CHUNK, CHUNK), dtype=torch.bfloat16)
     weights, decays = make((num_chunks, heads, 2, CHUNK)), make((num_chunks, heads))
     found, missing = make((num_chunks, heads, depth, width)), make(value.shape)
-    how = {
-        "HEADS": heads,
-        "GROUP": group_of(heads, key.shape[1]),
-        "KEY": depth,
-        "CHUNK": CHUNK,
-        # Units that read shared memory multiply 64 rows by 4 warps: 8 would compute the same products twice.
-        "num_warps": 4 if launching.has_shared_operands() else 8,
-    }
-    features = max(_FEWEST_FEATURES, chunks.block_of(depth))
-    half = out.dtype.itemsize == 2
-    launching.launch(
-        delta_inverses_kernel,
-        (num_chunks * heads,),
-        *(key, decay, beta, starts, inverses, weights, decays),
-        *(*key.stride()[:2], *decay.stride(), *beta.stride(), count, norm_eps),
-        **how,
-        BLOCK_KEY=_FEWEST_FEATURES,
-        NORMED=norm_eps > 0,
-    )
-    block = block_of(count * heads, width, most=_COLUMNS, least=_FEWEST_COLUMNS)
+    how = {"HEADS": heads, "GROUP": group_of(heads, key.shape[1]), "KEY": depth, "CHUNK": CHUNK}
+    # Units that read shared memory multiply 64 rows by 4 warps: 8 would compute the same products twice.
+    how["num_warps"] = 4 if launching.has_shared_operands() else 8
+    in_parts = {"BLOCK_KEY": _FEWEST_FEATURES, "NORMED": norm_eps > 0}
+    given = key, decay, beta, starts, inverses, weights, decays
+    strides = *key.stride()[:2], *decay.stride()
+    numbers = *strides, *beta.stride(), count, norm_eps
+    launching.launch(delta_inverses_kernel, (num_chunks * heads,), *given, *numbers, **how, **in_parts)
+    how["VALUE"] = width
     launching.launch(
         delta_states_kernel,
-        (count * heads * triton.cdiv(width, block),),
+        (count * heads * triton.cdiv(width, _STATE_COLUMNS),),
         *(key, value, states, *places(slots, kept), starts, inverses, weights, decays, found, missing),
         *(*key.stride()[:2], *value.stride()[:2], states.stride(0)),
         **how,
-        VALUE=width,
-        BLOCK_KEY=features,
-        BLOCK=block,
+        BLOCK_KEY=max(_FEWEST_FEATURES, chunks.block_of(depth)),
+        BLOCK=_STATE_COLUMNS,
         num_stages=2,
     )
-    block = _COLUMNS if half else _FEWEST_COLUMNS  # fp32 has more parts in registers
+    block, parts = (64, 2) if out.dtype.itemsize == 2 else (32, 3)  # fp32 has more parts in registers
     launching.launch(
         delta_outputs_kernel,
         (num_chunks * heads * triton.cdiv(width, block),),
         *(query, key, decay, starts, found, missing, out),
-        *(*query.stride()[:2], *key.stride()[:2], *decay.stride(), count, scale, norm_eps),
+        *(*query.stride()[:2], *strides, count, scale, norm_eps),
         **how,
-        VALUE=width,
-        BLOCK_KEY=_FEWEST_FEATURES,
+        **in_parts,
         BLOCK=block,
-        NORMED=norm_eps > 0,
-        PARTS=2 if half else 3,
+        PARTS=parts,
     )
     return out

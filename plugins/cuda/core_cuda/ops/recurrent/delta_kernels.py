@@ -3,8 +3,8 @@
 Shapes: C rows of a chunk, D features of a key, V of a value. A chunk has keys K (C, D), values, rates beta (C), and
 sums of decays g (C) from its first row on; M (D, V) is the state before it. In order, with rows times a vector:
 
-    T = (I + beta * tril(K K' * exp(g_i - g_j), -1))^-1 * beta    inverses (places, H, C, C)
-    missing = T (values - exp(g) * K M)                           missing (T, H, V)
+    T = (I + beta * tril(K K' * exp(g_i - g_j), -1))^-1 * beta    inverses (places, H, 3, C, C): parts of bf16
+    missing = T (values - exp(g) * K M)                           missing (rows, H, V)
     M after it = exp(g_C) * M + K' (exp(g_C - g) * missing)       found (places, H, D, V): M before each chunk
     results = exp(g) * Q M + tril(Q K' * exp(g_i - g_j)) missing
 
@@ -91,11 +91,15 @@ def _inverse(system, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_sequences"])  # one kernel for all numbers of sequences
 def delta_inverses_kernel(
-    key, decay, beta, query_starts, inverses, weights, decays, key_row, key_head, decay_row, decay_head, beta_row, beta_head,
-    num_sequences, eps, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, BLOCK_KEY: tl.constexpr,
-    CHUNK: tl.constexpr, NORMED: tl.constexpr, OVERLAP: tl.constexpr,
+    key, decay, beta, query_starts, inverses, weights, decays, key_row, key_head, decay_row, decay_head, beta_row,
+    beta_head, num_sequences, eps, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, CHUNK: tl.constexpr, NORMED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of the equations of one chunk of one head, its columns times beta."""
+    """The inverse of the equations of one chunk of one head, its columns times beta; and what its rows weigh.
+
+    weights (places, HEADS, 2, CHUNK): for each row what a key is multiplied by, of the state before and of the state
+    after. decays (places, HEADS): by what the state decays along the chunk. fp32.
+    """
     place, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     within = tl.arange(0, CHUNK)
     wait_for_inputs(OVERLAP)
@@ -154,7 +158,8 @@ def delta_states_kernel(
     key += begin * key_row + (head // GROUP) * key_head
     value += begin * value_row + head * value_head
     missing += (begin * HEADS + head) * VALUE
-    key_places, value_places = within[:, None] * key_row + features[None, :], within[:, None] * value_row + columns
+    key_places = within[:, None] * key_row + features[None, :]
+    value_places = within[:, None] * value_row + columns[None, :]
     places = within[:, None] * (HEADS * VALUE) + columns[None, :]
     for first in range(0, last - begin, CHUNK):
         base, real = first_base + first // CHUNK * HEADS, within < (last - begin - first).to(tl.int32)
