@@ -169,16 +169,20 @@ def _arguments(
 
 
 def _packed_calls(draw: Draw) -> dict[str, dict[str, Any]]:
-    """Return sequences of all kinds of lengths, with padding, decay by feature, slow decay, states that are not
-    named."""
+    """Return sequences of all kinds of lengths, with padding, decay by feature, slow and strong decay, states that are
+    not named."""
     call = partial(_arguments, draw)
     slow = packed(draw, call, (70, 3))
     slow["decay"] = slow["decay"] * 1e-3
+    strong = packed(draw, call, (70, 20))
+    strong["decay"] = torch.where(strong["decay"] < -1.0, -20.0, strong["decay"] * 0.05)
+    strong["beta"] = torch.where(strong["beta"] < 0.5, strong["beta"] * 1e-3, 1.0)
     by_feature = packed(draw, partial(call, heads=(4, 4), by=3), (17, 1, 40))
     plain = packed(draw, partial(call, heads=(1, 3), sizes=(5, 7)), (4, 2), form="no slots")
     return {name: packed(draw, call, lengths) for name, lengths in LENGTHS.items()} | {
         "sequences, padding": packed(draw, call, (2, 5), padding=3),
         "sequences, slow decay": slow,
+        "sequences, strong decay, all of a correction or hardly any": strong,
         "sequences, decay by feature": {**by_feature, "decay": by_feature["decay"] * 0.3},
         "sequences, no norm, no slots": {**plain, "norm_eps": 0.0, "key": draw(6, 1, 5, scale=0.3)},
     }

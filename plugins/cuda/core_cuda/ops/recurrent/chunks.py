@@ -14,10 +14,6 @@ import triton.language as tl
 
 from core_cuda.ops.recurrent.states import exponential, rows_of
 
-CHUNK = 16
-"""Rows of a chunk."""
-PRECISION = "tf32x3"
-"""Of products: three of 10 bits each, about as exact as one in fp32, on the matrix units."""
 MIN_SIZE = 16
 """Rows and columns of a product at least."""
 
@@ -64,11 +60,3 @@ def decays_between(logs, CHUNK: tl.constexpr):
     later = rows[:, None] > rows[None, :]
     sums = tl.cumsum(tl.where(later, tl.broadcast_to(logs[:, None], (CHUNK, CHUNK)), 0.0), 0)
     return tl.where(rows[:, None] >= rows[None, :], exponential(sums), 0.0)
-
-
-@triton.jit
-def decays_to_end(logs, CHUNK: tl.constexpr):
-    """Return by what a state decays from behind each row to the last; each a sum of its own, as above."""
-    rows = tl.arange(0, CHUNK)
-    later = rows[None, :] > rows[:, None]
-    return exponential(tl.sum(tl.where(later, tl.broadcast_to(logs[None, :], (CHUNK, CHUNK)), 0.0), 1))

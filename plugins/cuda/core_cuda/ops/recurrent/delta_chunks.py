@@ -1,130 +1,53 @@
-"""`core::gated_delta_rule` on prompts, in chunks: one launch for what each chunk computes of its own rows, and one that
-moves states on from chunk to chunk.
+"""`core::gated_delta_rule` on prompts, in parallel over chunks of rows (Yang, Wang, Zhang, Shen, Kim, arXiv 2406.06484;
+with decays: Yang, Kautz, Hatamizadeh, arXiv 2412.06464).
 
-What a row corrects depends on what the rows before it corrected. In a chunk that is a triangular system of equations,
-whose inverse the first launch finds row by row (the UT transform of Yang, Wang, Zhang, Shen, Kim, arXiv 2406.06484).
+What a row corrects depends on what the rows before it corrected: in a chunk a triangular system of equations. Three
+launches: the inverse of each chunk's, all chunks at once; the states before the chunks and what each corrects, along
+the chunks of a sequence; the results of each chunk, all at once. Chunks begin anew with each sequence.
 """
-
-# Triton reads annotations of kernels as types of its own
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from core_cuda.ops import launching
-from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent import chunks
-from core_cuda.ops.recurrent.chunks import CHUNK, PRECISION, decays_between, decays_to_end, place_of, sequence_at
-from core_cuda.ops.recurrent.states import exponential, group_of, num_sequences, places, results, rows_of, slot_of
+from core_cuda.ops.recurrent.delta_kernels import delta_inverses_kernel, delta_outputs_kernel, delta_states_kernel
+from core_cuda.ops.recurrent.states import group_of, num_sequences, places, results
 
-MAX_KEY = 256
-"""Features of a key at most: a program holds them for a chunk."""
-_COLUMNS = 32
-"""Of a state, in a program."""
-
-
-@triton.jit
-def _roots(x, eps, NORMED: tl.constexpr):
-    """Return what rows are multiplied by to be normed."""
-    return tl.rsqrt(tl.sum(x * x, 1) + eps) if NORMED else tl.full((x.shape[0],), 1.0, tl.float32)
-
-
-@triton.jit
-def _rows_kernel(
-    query, key, decay, beta, query_starts, solved, scores, query_row, query_head, key_row, key_head, decay_row,
-    decay_head, beta_row, beta_head, sequences, scale, eps, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    KEY: tl.constexpr, BLOCK_KEY: tl.constexpr, CHUNK: tl.constexpr, NORMED: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """One chunk of one head: the inverse of its equations, its columns times beta, and queries times keys, decayed."""
-    place = (tl.program_id(0) // HEADS).to(tl.int64)
-    head = tl.program_id(0) % HEADS
-    wait_for_inputs(OVERLAP)
-    start_next(OVERLAP)
-    sequence = sequence_at(query_starts, place, sequences, CHUNK)
-    first, last = rows_of(query_starts, sequence)
-    within = tl.arange(0, CHUNK)
-    rows = first + (place - place_of(query_starts, sequence, CHUNK)) * CHUNK + within
-    features = tl.arange(0, BLOCK_KEY)
-    real = rows < last
-    mask = real[:, None] & (features < KEY)[None, :]
-    at = head // GROUP
-    q = tl.load(query + rows[:, None] * query_row + at * query_head + features, mask=mask, other=0.0).to(tl.float32)
-    k = tl.load(key + rows[:, None] * key_row + at * key_head + features, mask=mask, other=0.0).to(tl.float32)
-    k = k * _roots(k, eps, NORMED)[:, None]
-    q = q * (_roots(q, eps, NORMED) * scale)[:, None]
-    logs = tl.load(decay + rows * decay_row + head * decay_head, mask=real, other=0.0).to(tl.float32)
-    rates = tl.load(beta + rows * beta_row + head * beta_head, mask=real, other=0.0).to(tl.float32)
-    between = decays_between(logs, CHUNK)
-    offsets = (place * HEADS + head) * (CHUNK * CHUNK) + within[:, None] * CHUNK + within[None, :]
-    tl.store(scores + offsets, tl.dot(q, tl.trans(k), input_precision=PRECISION) * between)
-    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * rates[:, None]
-    found = tl.where(within[:, None] == within[None, :], 1.0, 0.0)
-    for i in range(1, CHUNK):
-        here = within[:, None] == i
-        row = tl.sum(tl.where(here & (within[None, :] < i), system, 0.0), 0)
-        found = tl.where(here, found - tl.sum(row[:, None] * found, 0)[None, :], found)
-    tl.store(solved + offsets, found * rates[None, :])
+CHUNK = 64
+"""Rows of a chunk. Each has a state in memory for each head, written and read once."""
+FEWEST_ROWS = 8
+"""Of a sequence, on average: shorter ones are moved on row by row, where all of them run at once."""
+MAX_KEY = 128
+"""Features of a key at most: a program holds them for some columns of a state."""
+_FEWEST_FEATURES = 64
+"""Of a key in a product: matrix units that read shared memory take 64 rows of a matrix, and small ones were wrong."""
+_STATE_COLUMNS = 32
+"""Columns of a state that a program moves along a sequence, in registers."""
 
 
-@triton.jit
-def _states_kernel(
-    query, key, value, decay, states, slots, kept, query_starts, solved, scores, out, query_row, query_head, key_row,
-    key_head, value_row, value_head, decay_row, decay_head, state_slot, scale, eps, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, NORMED: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """BLOCK columns of the state (KEY, VALUE) of one head of one sequence, chunk by chunk."""
-    blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
-    sequence = tl.program_id(0) // (blocks * HEADS)
-    head = tl.program_id(0) // blocks % HEADS
-    features, within = tl.arange(0, BLOCK_KEY), tl.arange(0, CHUNK)
-    columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    own, shown = features < KEY, columns < VALUE
-    offsets = head * (KEY * VALUE) + features[:, None] * VALUE + columns[None, :]
-    inner = within[:, None] * CHUNK + within[None, :]
-    at = head // GROUP
-    wait_for_inputs(OVERLAP)
-    start_next(OVERLAP)
-    begin, last = rows_of(query_starts, sequence)
-    place = place_of(query_starts, sequence, CHUNK).to(tl.int64)
-    source = states + slot_of(slots, sequence) * state_slot
-    state = tl.load(source + offsets, mask=own[:, None] & shown[None, :], other=0.0).to(tl.float32)
-    for first in range(begin, last, CHUNK):
-        rows = first + within
-        real = rows < last
-        mask = real[:, None] & own[None, :]
-        q = tl.load(query + rows[:, None] * query_row + at * query_head + features, mask=mask, other=0.0)
-        k = tl.load(key + rows[:, None] * key_row + at * key_head + features, mask=mask, other=0.0).to(tl.float32)
-        q = q.to(tl.float32)
-        shown_rows = real[:, None] & shown[None, :]
-        v = tl.load(value + rows[:, None] * value_row + head * value_head + columns, mask=shown_rows, other=0.0)
-        logs = tl.load(decay + rows * decay_row + head * decay_head, mask=real, other=0.0).to(tl.float32)
-        faded, k_root = exponential(tl.cumsum(logs, 0)), _roots(k, eps, NORMED)
-        chunk = (place * HEADS + head) * (CHUNK * CHUNK) + inner
-        known = (faded * k_root)[:, None] * tl.dot(k, state, input_precision=PRECISION)
-        missing = tl.dot(tl.load(solved + chunk), v.to(tl.float32) - known, input_precision=PRECISION)
-        result = (faded * _roots(q, eps, NORMED) * scale)[:, None] * tl.dot(q, state, input_precision=PRECISION)
-        result += tl.dot(tl.load(scores + chunk), missing, input_precision=PRECISION)
-        tl.store(out + (rows[:, None] * HEADS + head) * VALUE + columns, result, mask=shown_rows)
-        added = missing * (decays_to_end(logs, CHUNK) * k_root)[:, None]
-        # Behind `where`, as in space_kernels.py, for a sum of its own.
-        new = tl.where(own[:, None] & shown[None, :], tl.dot(tl.trans(k), added, input_precision=PRECISION), 0.0)
-        state = state * exponential(tl.sum(logs, 0)) + new
-        place += 1
-    target = states + slot_of(kept, sequence) * state_slot
-    tl.store(target + offsets, state, mask=own[:, None] & shown[None, :])
+def why_not(key: Tensor, decay: Tensor, query_starts: Tensor | None) -> str | None:
+    """Return why a call goes row by row and not in chunks, or None. Lengths of sequences are known on the device only.
 
-
-def takes(key: Tensor, decay: Tensor) -> bool:
-    """Return whether prompts are computed in chunks: one decay of each head, and rows enough to fill a chunk.
-
-    Before compute capability 9.0 the products take more registers than there are: there they are not.
+    key (T, G, D), decay (T, H) or (T, H, D), query_starts (S + 1,) int32 or None, as the canonical op takes them.
     """
-    return launching.capability() >= (9, 0) and decay.dim() == 2 and key.shape[0] >= CHUNK and key.shape[2] <= MAX_KEY
+    rows, count = key.shape[0], num_sequences(key.shape[0], query_starts)
+    if query_starts is None:
+        return "each sequence has one row"
+    if launching.capability() < (9, 0):
+        return "before compute capability 9.0 its products take more registers than there are"
+    if decay.dim() != 2:
+        return "decays differ by feature"
+    if key.shape[2] > MAX_KEY:
+        return f"keys have {key.shape[2]} features, and chunks take up to {MAX_KEY}"
+    if rows < max(CHUNK, FEWEST_ROWS * count):
+        return f"{rows} rows of {count} sequences are fewer than {CHUNK}, or than {FEWEST_ROWS} of each"
+    return None
 
 
 def in_chunks(
@@ -141,27 +64,40 @@ def in_chunks(
     query_starts: Tensor,
 ) -> Tensor:
     """Do what the canonical op does; query, key and value each with rows of one run."""
-    rows, heads, width = value.shape
-    count, starts = num_sequences(rows, query_starts), query_starts.contiguous()
-    num_chunks = rows // CHUNK + count
-    solved, scores = torch.empty((2, num_chunks, heads, CHUNK, CHUNK), dtype=torch.float32, device=value.device)
-    out, block = results(value, query_starts), min(_COLUMNS, chunks.block_of(width))
-    how = {
-        "HEADS": heads,
-        "GROUP": group_of(heads, key.shape[1]),
-        "KEY": key.shape[2],
-        "BLOCK_KEY": chunks.block_of(key.shape[2]),
-        "CHUNK": CHUNK,
-        "NORMED": norm_eps > 0,
-        "PRECISION": PRECISION,
-        "num_warps": 8,
-    }
-    inner = query, key, decay, beta, starts, solved, scores
-    strides = (*query.stride()[:2], *key.stride()[:2])
-    numbers = *strides, *decay.stride(), *beta.stride(), count, scale, norm_eps
-    launching.launch(_rows_kernel, (num_chunks * heads,), *inner, *numbers, **how)
-    given = query, key, value, decay, states, *places(slots, kept), starts, solved, scores, out
-    numbers = *strides, *value.stride()[:2], *decay.stride(), states.stride(0), scale, norm_eps
-    grid = (count * heads * triton.cdiv(width, block),)
-    launching.launch(_states_kernel, grid, *given, *numbers, VALUE=width, BLOCK=block, num_stages=1, **how)
+    (rows, heads, width), depth = value.shape, key.shape[2]
+    count, starts, out = num_sequences(rows, query_starts), query_starts.contiguous(), results(value, query_starts)
+    num_chunks, make = rows // CHUNK + count, partial(torch.empty, dtype=torch.float32, device=out.device)
+    inverses = make((num_chunks, heads, 3, CHUNK, CHUNK), dtype=torch.bfloat16)
+    weights, decays = make((num_chunks, heads, 2, CHUNK)), make((num_chunks, heads))
+    found, missing = make((num_chunks, heads, depth, width)), make(value.shape)
+    how = {"HEADS": heads, "GROUP": group_of(heads, key.shape[1]), "KEY": depth, "CHUNK": CHUNK}
+    # Units that read shared memory multiply 64 rows by 4 warps: 8 would compute the same products twice.
+    how["num_warps"] = 4 if launching.has_shared_operands() else 8
+    in_parts = {"BLOCK_KEY": _FEWEST_FEATURES, "NORMED": norm_eps > 0}
+    given = key, decay, beta, starts, inverses, weights, decays
+    strides = *key.stride()[:2], *decay.stride()
+    numbers = *strides, *beta.stride(), count, norm_eps
+    launching.launch(delta_inverses_kernel, (num_chunks * heads,), *given, *numbers, **how, **in_parts)
+    how["VALUE"] = width
+    launching.launch(
+        delta_states_kernel,
+        (count * heads * triton.cdiv(width, _STATE_COLUMNS),),
+        *(key, value, states, *places(slots, kept), starts, inverses, weights, decays, found, missing),
+        *(*key.stride()[:2], *value.stride()[:2], states.stride(0)),
+        **how,
+        BLOCK_KEY=max(_FEWEST_FEATURES, chunks.block_of(depth)),
+        BLOCK=_STATE_COLUMNS,
+        num_stages=2,
+    )
+    block, parts = (64, 2) if out.dtype.itemsize == 2 else (32, 3)  # fp32 has more parts in registers
+    launching.launch(
+        delta_outputs_kernel,
+        (num_chunks * heads * triton.cdiv(width, block),),
+        *(query, key, decay, starts, found, missing, out),
+        *(*query.stride()[:2], *strides, count, scale, norm_eps),
+        **how,
+        **in_parts,
+        BLOCK=block,
+        PARTS=parts,
+    )
     return out

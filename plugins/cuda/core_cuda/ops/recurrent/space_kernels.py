@@ -14,7 +14,7 @@ import triton.language as tl
 
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent.chunks import chunk_at, place_of
-from core_cuda.ops.recurrent.products import product
+from core_cuda.ops.recurrent.parts import product
 from core_cuda.ops.recurrent.states import exponential, rows_of, slot_of, softplus, within
 
 
@@ -102,7 +102,7 @@ def passing_kernel(
         tile += 1
         after = fading + (tile // tiles * (HEADS * 3 * CHUNK) + tile % tiles * TILE)
         coming = tl.load(after + CHUNK + TILE - 1, mask=first + TILE < last, other=0.0)
-        new = product(token.to(tl.float32) * weights[None, :], keys, 3)
+        new = product(token.to(tl.float32) * weights[None, :], keys, 3, True)
         # Behind `where` the product is a sum of its own: the compiler would start it with the state, by whose size each
         # of its steps would round.
         state = state * exponential(passed) + tl.where(mask, new, 0.0)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from core_cuda.ops.launching import start_next, wait_for_inputs
 from core_cuda.ops.recurrent.chunks import chunk_at, decays_between
-from core_cuda.ops.recurrent.products import product
+from core_cuda.ops.recurrent.parts import product
 from core_cuda.ops.recurrent.states import exponential
 
 
@@ -39,7 +39,7 @@ def _times(
             numbers = start + tl.arange(0, BLOCK_STATE)
             left = _rows(C, 0, each, real, numbers, numbers < STATE, C_row).to(OPERAND)
             keys = _rows(right, 0, others, shown, numbers, numbers < STATE, right_row)
-            result += product(left, tl.trans(keys if keys.dtype == tl.float32 else keys.to(OPERAND)), PARTS)
+            result += product(left, tl.trans(keys if keys.dtype == tl.float32 else keys.to(OPERAND)), PARTS, True)
         return result
 
 
@@ -80,10 +80,10 @@ def _results(
         if EARLIER:
             weights = earlier * tl.load(here + 2 * CHUNK - TILE + each)[None, :]
             other = _rows(x + head * x_head, first - TILE, each, each < TILE, features, shown, x_row).to(OPERAND)
-            result = result * exponential(passed) + product(weights, other, PARTS)
+            result = result * exponential(passed) + product(weights, other, PARTS, True)
         weights = scores * _decays(step, faded, rate, TILE, OPERAND) * step[None, :]
         token = _rows(x + head * x_head, first, each, real, features, shown, x_row).to(OPERAND)
-        result = result * exponential(faded)[:, None] + product(weights, token, PARTS) + token.to(tl.float32) * skip
+        result = result * exponential(faded)[:, None] + product(weights, token, PARTS, True) + token.to(tl.float32) * skip
         offsets = each[:, None] * (HEADS * FEATURES) + features[None, :]
         tl.store(out + (first * HEADS + head) * FEATURES + offsets, result, mask=real[:, None] & shown[None, :])
 
