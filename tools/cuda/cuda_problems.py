@@ -186,8 +186,8 @@ class Attention:
 
     def same_kernel(self, config: Any) -> tuple[Any, ...]:
         """Return what the compiled kernel depends on."""
-        splits = {"splits": config.splits > 1} if self.new == 1 else {}
-        return (self.op, self.heads, self.codes, *{**asdict(config), **splits}.values())
+        shared = {"helpers": config.helpers > 0} if self.new == 1 else {}
+        return (self.op, self.heads, self.codes, *{**asdict(config), **shared}.values())
 
     def _shape(self) -> Any:
         from core_cuda.ops.attention.decode_config import DecodeShape

@@ -32,8 +32,8 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPERANDS = ("query", "key", "value")
 CACHES = ("key_cache", "value_cache")
-SPLIT = DecodeConfig(block_n=16, splits=4)
-CONFIGS = {"whole": DecodeConfig(block_n=16, splits=1), "split": SPLIT, "apart": dataclasses.replace(SPLIT, apart=True)}
+# Shares of "finest" are single tiles, and new tokens have a program of their own.
+CONFIGS = {name: DecodeConfig(block_n=16, helpers=n) for name, n in {"whole": 0, "split": 5, "finest": 64}.items()}
 
 
 def names(op: CanonicalOp) -> list[str]:
@@ -217,7 +217,7 @@ def test_each_rotated_sample_agrees_with_the_reference(
 
 # That shares are joined has nothing to do with pages and heads.
 SPLIT_CASES = [name for name, case in CASES.items() if not {"page", "sizes", "heads"} & case.keys()]
-RUNS = [(name, "whole") for name in CASES] + list(itertools.product(SPLIT_CASES, ("split", "apart")))
+RUNS = [(name, "whole") for name in CASES] + list(itertools.product(SPLIT_CASES, ("split", "finest")))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_decode(case: str, config: str, kernel_device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("case", ["padding", "drafts, sinks", "soft-cap"])
 def test_decode_in_half_precision(case: str, dtype: torch.dtype, kernel_device: torch.device) -> None:
-    check(ATTENTION, steps(**CASES[case], dtype=dtype, sizes=(64, 64)), kernel_device, CONFIGS["apart"])
+    check(ATTENTION, steps(**CASES[case], dtype=dtype, sizes=(64, 64)), kernel_device, CONFIGS["finest"])
 
 
 CALL = steps(((3, 40), (1, 30)), heads=(4, 2), page=8)
@@ -298,7 +298,7 @@ def test_candidates_are_few_and_begin_with_the_chosen_one() -> None:
         configs = list(decode_config.candidates(shape))
         assert configs[0] == decode_config.choose(shape)
         assert len(configs) == len(set(configs)) <= 50
-        assert all(config.splits * config.block_n <= 4096 + config.block_n for config in configs)
+        assert all(config.helpers <= num_seqs * (4096 // config.block_n + 1) for config in configs)
         # Shared memory of a program is 227 KiB; a tile of keys and one of values per stage but one, and the query's.
         tiles = max(config.block_n * (config.num_stages - 1) for config in configs) * 2 * size * 2
         assert tiles <= 200 * 1024

@@ -11,8 +11,18 @@ from torch import Tensor
 
 from core.common.ops.implementation import OpCall
 from core_cuda.ops import launching
-from core_cuda.ops.attention.decode_config import MIN_TILE, DecodeConfig, DecodeShape, choose, measured, why_no_room
+from core_cuda.ops.attention.decode_config import (
+    MIN_TILE,
+    DecodeConfig,
+    DecodeShape,
+    choose,
+    join_ratio,
+    measured,
+    most_shares,
+    why_no_room,
+)
 from core_cuda.ops.attention.decode_kernel import decode_kernel
+from core_cuda.ops.attention.decode_plan import MOST_PARTS
 from core_cuda.ops.attention.rotation import Rotation, Turning
 from core_cuda.ops.cache_write import head_stride, why_not_dtypes
 from core_cuda.ops.conditions import DTYPES
@@ -23,8 +33,8 @@ MAX_ROWS = 64
 
 MAX_HEAD_SIZE = 512
 
-_JOINED_AT_ONCE = 8192  # fp32 values of partial results that 4 warps join at a time; twice as many for a small result
-_SMALL_RESULT = 1024  # fp32 values of a small result
+_JOINED_AT_ONCE = 64  # fp32 values of partial results that a thread joins at a time; 8192 of a program with 2 warps
+_BLOCK_B = 32  # sequences up to which the kernel that plans for them is the same: a warp reduces so many by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,21 +145,20 @@ def decode(
     )
     shape = shape_of(query, value, key_cache, block_table, window, max_query_len)
     config = config or measured(shape) or choose(shape)
-    programs = config.splits + config.apart
-    shares = num_seqs * num_kv_heads * programs if programs > 1 else 0
-    partial = torch.empty((shares, shape.num_rows, value_size), dtype=torch.float32, device=query.device)
-    stats = torch.empty((shares, 2, shape.num_rows), dtype=torch.float32, device=query.device)
+    parts = num_kv_heads * config.helpers * MOST_PARTS.value
+    partial = torch.empty((parts, shape.num_rows, value_size), dtype=torch.float32, device=query.device)
+    stats = torch.empty((parts, 2, shape.num_rows), dtype=torch.float32, device=query.device)
     arrived = counters(num_seqs * num_kv_heads, query.device)
     turn = turning or Turning(out, out, None, None, 0.0, 0.0, Rotation())  # any pointer, since nothing is read
     optional = (out if x is None else x.contiguous() for x in (sinks, turn.query_weight, turn.key_weight))
     launching.launch(
         decode_kernel,
-        (num_kv_heads, programs, num_seqs),
+        (num_kv_heads, num_seqs + config.helpers),
         *(query, key, value, key_cache, value_cache, block_table),
         *(x if x is None else x.contiguous() for x in (slot_mapping, seq_lens, query_starts)),
         *(*optional, turn.cos, turn.sin, out, partial, stats, arrived, k_scale, v_scale),
         *((None, None) if coding is None else (coding.scale, coding.used)),
-        *(num_tokens, num_seqs, key_cache.shape[0], block_table.shape[1]),
+        *(num_tokens, num_seqs, key_cache.shape[0], block_table.shape[1], join_ratio(shape, config)),
         *(scale if softcap else scale * math.log2(math.e), window, turn.eps, turn.offset),
         *(stride for x in (query, key, value) for stride in x.stride()[:2]),
         *(stride for x in (key_cache, value_cache) for stride in x.stride()[:3]),
@@ -173,23 +182,23 @@ def decode(
 
 def _tiles(shape: DecodeShape, config: DecodeConfig, max_new: int) -> dict[str, int]:
     """Return the kernel's constants that are sizes. Blocks are powers of two; in products, at least `MIN_TILE`."""
-    rows = triton.next_power_of_2(shape.num_rows)
+    rows, new = triton.next_power_of_2(shape.num_rows), triton.next_power_of_2(max_new)
     block_v = max(triton.next_power_of_2(shape.value_size), MIN_TILE)
-    budget = _JOINED_AT_ONCE * config.num_warps // 4 * (2 if rows * block_v <= _SMALL_RESULT else 1)
-    joined = budget // (rows * block_v)
+    joined = max(_JOINED_AT_ONCE * 32 * (4 if config.num_warps == 2 else config.num_warps) // (rows * block_v), 1)
     return {
         "D": shape.head_size,
         "V": shape.value_size,
         "GROUP": shape.num_rows // max_new,
         "MAX_NEW": max_new,
-        "SPLITS": config.splits,
-        "APART": config.apart,
+        "SHARED": config.helpers > 0,
         "BLOCK_D": max(triton.next_power_of_2(shape.head_size), MIN_TILE),
         "BLOCK_V": block_v,
-        "BLOCK_M": max(rows, MIN_TILE),
         "BLOCK_N": config.block_n,
-        "BLOCK_NEW": max(triton.next_power_of_2(max_new), MIN_TILE),
         "BLOCK_ROWS": rows,
+        "COPIES": max(MIN_TILE // rows, 1),
+        "BLOCK_NEW": new,
+        "NEW_COPIES": max(MIN_TILE // new, 1),
         "BLOCK_GROUP": triton.next_power_of_2(shape.num_rows // max_new),
-        "PARTS": min(triton.next_power_of_2(config.splits + config.apart), max(joined, 1)),
+        "BLOCK_B": max(triton.next_power_of_2(shape.num_seqs), _BLOCK_B),
+        "PARTS": min(triton.next_power_of_2(most_shares(shape, config)), joined),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -9,21 +10,26 @@ from typing import Any
 import triton
 
 from core_cuda.ops import launching
+from core_cuda.ops.attention.decode_plan import UNITS_OF_NEW
 from core_cuda.tuned import winner
 
 MIN_TILE = 16
 """Rows, columns and depth of a product on the matrix units, at least."""
 
-_MAX_TILE, _MAX_SPLITS = 128, 128
+_MAX_TILE = 128
 _SCHEDULES = ((4, 3), (4, 4), (4, 5), (8, 4), (2, 4))  # num_warps, num_stages
 _FEW_STAGES = 3  # with fewer, less than two tiles are being loaded while one is used
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _LEFT_BYTES = 35 * 1024  # of a program's shared memory, what candidates leave beside the tiles that are being loaded
 _LARGE_RESULT = 16_384  # fp32 values of a result that 4 warps cannot hold in registers
+_SMALL_RESULT = 4096  # fp32 values of a result that 2 warps hold in half of their registers
+_WIDE_HEAD = 256  # features up to which 4 warps hold a tile's queries, each of them all, beside the rest in registers
+_FP32_BYTES = 4
 _TALL = 64  # rows from which matrix units that read shared memory take the products
-# Bytes for the keys of a tile: at compute capability 9.0, with its values, and three tiles loading, two programs fit a
-# multiprocessor.
-_TILE_BYTES = 16_384
+# Bytes for the keys of a tile: at compute capability 9.0, with its values, and three tiles loading, four programs fit a
+# multiprocessor. So up to twice as many programs as the plan wants run at the same time: none waits for another to end,
+# and that they are no multiple of the multiprocessors costs little, since memory serves all of them alike.
+_TILE_BYTES = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,30 +54,31 @@ class DecodeConfig:
 
     #: positions of a tile
     block_n: int
-    #: most programs that share the cached positions of a sequence
-    splits: int
-    #: whether a separate program handles the new tokens; otherwise the program of the last share does
-    apart: bool = False
+    #: programs of a key/value head beside one for each sequence, for which sequences are cut (decode_plan.py)
+    helpers: int
     num_warps: int = 4
     num_stages: int = 4
-    #: whether the first tile is fetched while the kernel before still runs
-    fetch: bool = True
+    #: tiles of a share that are fetched while the kernel before still runs, a power of two or 0
+    fetch: int = 4
 
 
 def choose(shape: DecodeShape) -> DecodeConfig:
-    """Return a configuration: tiles of a fixed number of bytes, and splits until each multiprocessor has work."""
+    """Return a configuration: tiles of a fixed number of bytes, and helpers as if they were to do all of the work."""
     wide = max(shape.head_size, shape.value_size)
     fitting = _TILE_BYTES // (triton.next_power_of_2(wide) * shape.itemsize)
     block_n = min(max(fitting, MIN_TILE), _MAX_TILE)
     # Matrix units round fp32, so products of fp32 run on the other units. Such products need many registers, and so
-    # does a large result.
-    large = shape.itemsize > 2 or shape.num_rows * wide >= _LARGE_RESULT
-    num_warps, num_stages = (8, 2) if large else (4, 4)
-    fitted = _fitted(DecodeConfig(block_n=block_n, splits=1, num_warps=num_warps, num_stages=num_stages), shape)
-    pairs = shape.num_seqs * shape.num_kv_heads
-    wanted = _PROGRAMS_PER_MULTIPROCESSOR * launching.num_multiprocessors()
-    splits = _limited_splits(wanted // pairs, shape, fitted.block_n)
-    return replace(fitted, splits=splits, apart=splits > 1 and (splits + 1) * pairs <= wanted)
+    # does a large result. Warps of a program wait for each other several times a tile: the fewer, the shorter.
+    result = max(shape.num_rows, MIN_TILE) * triton.next_power_of_2(wide)
+    if shape.itemsize > 2 or result >= _LARGE_RESULT:
+        num_warps, num_stages = 8, 2
+    elif shape.head_size > _WIDE_HEAD:
+        num_warps, num_stages = 8, 4
+    else:
+        num_warps, num_stages = (2 if result <= _SMALL_RESULT else 4), 4
+    fitted = _fitted(DecodeConfig(block_n=block_n, helpers=0, num_warps=num_warps, num_stages=num_stages), shape)
+    wanted = _PROGRAMS_PER_MULTIPROCESSOR * launching.num_multiprocessors() // shape.num_kv_heads
+    return replace(fitted, helpers=_limited(wanted, shape, fitted.block_n))
 
 
 def _fitted(config: DecodeConfig, shape: DecodeShape) -> DecodeConfig:
@@ -91,7 +98,7 @@ def _fitted(config: DecodeConfig, shape: DecodeShape) -> DecodeConfig:
 
 def why_no_room(shape: DecodeShape) -> str | None:
     """Return why no configuration fits into the current GPU's shared memory, or None."""
-    least = _shared_bytes(DecodeConfig(block_n=MIN_TILE, splits=1, num_stages=1), shape)
+    least = _shared_bytes(DecodeConfig(block_n=MIN_TILE, helpers=0, num_stages=1), shape)
     if least <= launching.shared_bytes():
         return None
     return (
@@ -112,12 +119,12 @@ def candidates(shape: DecodeShape) -> Iterator[DecodeConfig]:
     seen = {chosen}
     yield chosen
     for block_n in (chosen.block_n, chosen.block_n // 2, chosen.block_n * 2):
-        variants: list[dict[str, Any]] = [{"fetch": not chosen.fetch}]
-        variants += [{"splits": n, "apart": apart} for n in _splits_around(chosen.splits) for apart in (False, True)]
+        variants: list[dict[str, Any]] = [{"fetch": fetch} for fetch in (0, 1, 2)]
+        variants += [{"helpers": n} for n in _around(chosen.helpers)]
         variants += [{"num_warps": warps, "num_stages": stages} for warps, stages in _SCHEDULES]
         for changes in variants:
             config = replace(chosen, block_n=block_n, **changes)
-            config = replace(config, splits=_limited_splits(config.splits, shape, block_n))
+            config = replace(config, helpers=_limited(config.helpers, shape, block_n))
             if config not in seen and _worthwhile(config, shape):
                 seen.add(config)
                 yield config
@@ -151,9 +158,27 @@ def _position_bytes(shape: DecodeShape) -> int:
     return int(triton.next_power_of_2(shape.head_size) + triton.next_power_of_2(shape.value_size)) * shape.itemsize
 
 
-def _splits_around(splits: int) -> tuple[int, ...]:
-    return splits, splits // 2, splits * 2, splits * 4
+def _around(helpers: int) -> tuple[int, ...]:
+    return helpers, helpers // 2, helpers * 2, helpers * 4, 0
 
 
-def _limited_splits(splits: int, shape: DecodeShape, block_n: int) -> int:
-    return max(min(splits, -(-shape.num_positions // block_n), _MAX_SPLITS), 1)
+def _units(shape: DecodeShape, block_n: int) -> int:
+    """Return the most units of a sequence in the plan."""
+    return -(-shape.num_positions // block_n) + int(UNITS_OF_NEW.value)
+
+
+def _limited(helpers: int, shape: DecodeShape, block_n: int) -> int:
+    """Return the number of helpers, without those that no sequences of this size have work for."""
+    return min(helpers, shape.num_seqs * (_units(shape, block_n) - 1))
+
+
+def join_ratio(shape: DecodeShape, config: DecodeConfig) -> float:
+    """Return the bytes of a tile of keys and values over those of a program's partial result."""
+    tile = config.block_n * (shape.head_size + shape.value_size) * shape.itemsize
+    return tile / (shape.num_rows * (shape.value_size + 2) * _FP32_BYTES)
+
+
+def most_shares(shape: DecodeShape, config: DecodeConfig) -> int:
+    """Return the most shares that the plan cuts a sequence into."""
+    joined = math.isqrt(math.ceil(_units(shape, config.block_n) * join_ratio(shape, config))) + 1
+    return max(min(config.helpers + 1, joined), 1)
