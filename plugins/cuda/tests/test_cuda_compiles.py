@@ -67,7 +67,8 @@ KERNELS: dict[str, set[str]] = {
     "quantized_moe": {"quantized_product_kernel"},
     "rotary": {"rotary_kernel", "_table_kernel", "prefill_kernel", "hopper_kernel"},
     "recurrent": {
-        *("_convolution_kernel", "_packed_kernel", "_delta_kernel", "_state_space_kernel", "_features_kernel"),
+        *("_convolution_kernel", "_packed_kernel", "_states_kernel", "_delta_kernel", "_state_space_kernel"),
+        *("_features_kernel",),
         *("delta_inverses_kernel", "delta_states_kernel", "delta_outputs_kernel"),
         *("steps_kernel", "passing_kernel", "outputs_kernel"),
     },

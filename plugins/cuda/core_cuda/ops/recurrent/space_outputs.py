@@ -83,7 +83,8 @@ def _results(
             result = result * exponential(passed) + product(weights, other, PARTS, True)
         weights = scores * _decays(step, faded, rate, TILE, OPERAND) * step[None, :]
         token = _rows(x + head * x_head, first, each, real, features, shown, x_row).to(OPERAND)
-        result = result * exponential(faded)[:, None] + product(weights, token, PARTS, True) + token.to(tl.float32) * skip
+        result = result * exponential(faded)[:, None] + product(weights, token, PARTS, True)
+        result += token.to(tl.float32) * skip
         offsets = each[:, None] * (HEADS * FEATURES) + features[None, :]
         tl.store(out + (first * HEADS + head) * FEATURES + offsets, result, mask=real[:, None] & shown[None, :])
 
