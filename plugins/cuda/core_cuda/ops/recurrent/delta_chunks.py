@@ -21,12 +21,14 @@ from core_cuda.ops.recurrent.states import group_of, num_sequences, places, resu
 
 CHUNK = 64
 """Rows of a chunk. Each has a state in memory for each head, written and read once."""
-FEWEST_ROWS = 8
+FEWEST_ROWS = 24
 """Of a sequence, on average: shorter ones are moved on row by row, where all of them run at once."""
 MAX_KEY = 128
 """Features of a key at most: a program holds them for some columns of a state."""
 _FEWEST_FEATURES = 64
 """Of a key in a product: matrix units that read shared memory take 64 rows of a matrix, and small ones were wrong."""
+_REGISTERS = 168
+"""Of a thread, at most, where states stand still: three programs fit a multiprocessor then, which took 8 % less time."""
 _STATE_COLUMNS = 32
 """Columns of a state that a program moves along a sequence, in registers."""
 
@@ -77,7 +79,9 @@ def in_chunks(
     given = key, decay, beta, starts, inverses, weights, decays
     strides = *key.stride()[:2], *decay.stride()
     numbers = *strides, *beta.stride(), count, norm_eps
-    launching.launch(delta_inverses_kernel, (num_chunks * heads,), *given, *numbers, **how, **in_parts)
+    launching.launch(
+        delta_inverses_kernel, (num_chunks * heads,), *given, *numbers, **how, **in_parts, maxnreg=_REGISTERS
+    )
     how["VALUE"] = width
     launching.launch(
         delta_states_kernel,
@@ -99,5 +103,6 @@ def in_chunks(
         **in_parts,
         BLOCK=block,
         PARTS=parts,
+        maxnreg=_REGISTERS,
     )
     return out

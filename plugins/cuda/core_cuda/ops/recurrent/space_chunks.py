@@ -24,8 +24,10 @@ from core_cuda.ops.recurrent.space_call import SpaceCall, strides_of
 from core_cuda.ops.recurrent.space_kernels import passing_kernel, steps_kernel
 from core_cuda.ops.recurrent.space_outputs import outputs_kernel
 
-FEWEST_ROWS = 64
+FEWEST_ROWS = 16
 """Of a call: fewer are moved on row by row sooner than by three launches."""
+ROWS_OF_EACH = 8
+"""Of a sequence, on average: shorter ones are moved on row by row, where all of them run at once."""
 MAX_STATE = 256
 """Numbers of state of a feature at most."""
 _HEADS = 16
@@ -40,9 +42,8 @@ _RESULTS: dict[str, Any] = {"num_warps": 4, "num_stages": 2}
 
 
 def takes(rows: int, count: int, size: int) -> bool:
-    """Return whether so many rows of so many sequences are computed in chunks: more than one each, enough for products
-    of matrices, and no wider states."""
-    return rows >= FEWEST_ROWS and rows > count > 0 and size <= MAX_STATE
+    """Return whether so many rows of so many sequences are computed in chunks, with states of this size."""
+    return count > 0 and rows >= max(FEWEST_ROWS, ROWS_OF_EACH * count) and size <= MAX_STATE
 
 
 def _tiles(*inputs: Tensor) -> dict[str, Any]:
