@@ -122,10 +122,10 @@ def test_calls_that_go_row_by_row_are_named() -> None:
         starts = torch.zeros(count + 1, dtype=torch.int32) if count else None
         return delta_chunks.why_not(torch.empty(rows, 1, size), torch.empty((rows, 1, size)[:by]), starts)
 
-    assert reason(64, 8) is None and reason(64, 1, 128) is None
+    assert reason(64, 2) is None and reason(32, 1) is None and reason(64, 1, 128) is None
     assert reason(64, 0) == "each sequence has one row"
-    assert reason(63, 1) == "63 rows of 1 sequences are fewer than 64, or than 8 of each"
-    assert reason(64, 9) == "64 rows of 9 sequences are fewer than 64, or than 8 of each"
+    assert reason(31, 1) == "31 rows of 1 sequences are fewer than 32, or than 24 of each"
+    assert reason(64, 3) == "64 rows of 3 sequences are fewer than 32, or than 24 of each"
     assert reason(64, 1, 129) == "keys have 129 features, and chunks take up to 128"
     assert reason(64, 1, by=3) == "decays differ by feature"
 
