@@ -30,7 +30,7 @@ from core_cuda.ops.recurrent.delta_rule import gated_delta_rule
 from core_cuda.ops.recurrent.states import rows_of, slot_of
 
 PADDING = 3
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 def call_of(
@@ -42,7 +42,7 @@ def call_of(
 
 def expect_agreement(call: dict[str, Any], device: torch.device) -> None:
     """Expect that a call goes in chunks, and agrees with the reference."""
-    assert delta_chunks.why_not(call["key"], call["decay"], call["query_starts"]) is None
+    assert delta_chunks.why_not(*(call[name] for name in ("query", "key", "value", "decay", "query_starts"))) is None
     judged(GATED_DELTA_RULE, gated_delta_rule, call, device)
 
 
@@ -55,7 +55,7 @@ def test_packed_sequences_agree_with_the_reference(
 
 
 def test_sequences_that_begin_have_no_state_before(kernel_device: torch.device) -> None:
-    call = call_of(torch.float32, (65, 17))
+    call = call_of(torch.bfloat16, (65, 17))
     call["states"].zero_()
     expect_agreement(call, kernel_device)
 
@@ -72,7 +72,7 @@ def test_a_prompt_in_two_calls_is_one(kernel_device: torch.device) -> None:
             results.append(gated_delta_rule(**{**given, **own, "slots": slots, "query_starts": starts}))
         return torch.cat((*results, results[0].new_zeros((rows - 170, *results[0].shape[1:]))))
 
-    judged(GATED_DELTA_RULE, in_two, call_of(torch.float32, (170,)), kernel_device)
+    judged(GATED_DELTA_RULE, in_two, call_of(torch.bfloat16, (170,)), kernel_device)
 
 
 HARD: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
@@ -92,7 +92,7 @@ HARD: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("hard", HARD)
 def test_hard_numbers(hard: str, kernel_device: torch.device) -> None:
-    call = call_of(torch.float32, (130, 20), (1, 1))
+    call = call_of(torch.bfloat16, (130, 20), (1, 1))
     for name, change in HARD[hard].items():
         call[name] = change(call[name])
     expect_agreement(call, kernel_device)
@@ -103,9 +103,9 @@ def test_sizes_off_blocks(sizes: tuple[int, int], kernel_device: torch.device) -
     expect_agreement(call_of(torch.bfloat16, (1, 70), (1, 1), sizes), kernel_device)
 
 
-def test_keys_without_a_norm_and_inputs_of_several_dtypes(kernel_device: torch.device) -> None:
+def test_keys_without_a_norm_and_rates_of_another_dtype(kernel_device: torch.device) -> None:
     call = call_of(torch.bfloat16, (1, 70))
-    call |= {"norm_eps": 0.0, "key": call["key"].float() * 0.25, "beta": call["beta"].half()}
+    call |= {"norm_eps": 0.0, "key": call["key"] * 0.25, "beta": call["beta"].half()}
     expect_agreement(call, kernel_device)
 
 
@@ -118,9 +118,10 @@ def test_slices_of_wider_rows(kernel_device: torch.device) -> None:
 
 
 def test_calls_that_go_row_by_row_are_named() -> None:
-    def reason(rows: int, count: int, size: int = 16, by: int = 2) -> str | None:
+    def reason(rows: int, count: int, size: int = 16, by: int = 2, dtype: torch.dtype = torch.bfloat16) -> str | None:
         starts = torch.zeros(count + 1, dtype=torch.int32) if count else None
-        return delta_chunks.why_not(torch.empty(rows, 1, size), torch.empty((rows, 1, size)[:by]), starts)
+        key, value = torch.empty(rows, 1, size, dtype=dtype), torch.empty(rows, 1, size, dtype=torch.bfloat16)
+        return delta_chunks.why_not(key, key, value, torch.empty((rows, 1, size)[:by]), starts)
 
     assert reason(64, 2) is None and reason(32, 1) is None and reason(64, 1, 128) is None
     assert reason(64, 0) == "each sequence has one row"
@@ -128,6 +129,8 @@ def test_calls_that_go_row_by_row_are_named() -> None:
     assert reason(64, 3) == "64 rows of 3 sequences are fewer than 32, or than 24 of each"
     assert reason(64, 1, 129) == "keys have 129 features, and chunks take up to 128"
     assert reason(64, 1, by=3) == "decays differ by feature"
+    for other in (torch.float16, torch.float32):
+        assert reason(64, 1, dtype=other) == "query, key and value are not of one dtype of half precision"
 
 
 @triton.jit

@@ -59,7 +59,7 @@ class DecodeConfig:
     num_warps: int = 4
     num_stages: int = 4
     #: tiles of a share that are fetched while the kernel before still runs, a power of two or 0
-    fetch: int = 4
+    fetch: int = 1
 
 
 def choose(shape: DecodeShape) -> DecodeConfig:
@@ -119,7 +119,7 @@ def candidates(shape: DecodeShape) -> Iterator[DecodeConfig]:
     seen = {chosen}
     yield chosen
     for block_n in (chosen.block_n, chosen.block_n // 2, chosen.block_n * 2):
-        variants: list[dict[str, Any]] = [{"fetch": fetch} for fetch in (0, 1, 2)]
+        variants: list[dict[str, Any]] = [{"fetch": fetch} for fetch in (0, 2, 4)]
         variants += [{"helpers": n} for n in _around(chosen.helpers)]
         variants += [{"num_warps": warps, "num_stages": stages} for warps, stages in _SCHEDULES]
         for changes in variants:

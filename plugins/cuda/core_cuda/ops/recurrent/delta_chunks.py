@@ -30,21 +30,27 @@ MAX_KEY = 128
 _FEWEST_FEATURES = 64
 """Of a key in a product: matrix units that read shared memory take 64 rows of a matrix, and small ones were wrong."""
 _REGISTERS = 168
-"""Of a thread, at most, where states stand still: three programs fit a multiprocessor then, which took 8 % less time."""
+"""Of a thread where states stand still, at most: three programs fit a multiprocessor, which took 8 % less time."""
+_RESULT_COLUMNS = 64
+"""Columns of the results of a chunk that a program computes."""
 _STATE_COLUMNS = 32
 """Columns of a state that a program moves along a sequence, in registers."""
 
 
-def why_not(key: Tensor, decay: Tensor, query_starts: Tensor | None) -> str | None:
+def why_not(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, query_starts: Tensor | None) -> str | None:
     """Return why a call goes row by row and not in chunks, or None. Lengths of sequences are known on the device only.
 
-    key (T, G, D), decay (T, H) or (T, H, D), query_starts (S + 1,) int32 or None, as the canonical op takes them.
+    query and key (T, G, D), value (T, H, V), decay (T, H) or (T, H, D), query_starts (S + 1,) int32 or None, as the
+    canonical op takes them.
     """
     rows, count = key.shape[0], num_sequences(key.shape[0], query_starts)
     if query_starts is None:
         return "each sequence has one row"
     if launching.capability() < (9, 0):
         return "before compute capability 9.0 its products take more registers than there are"
+    if {query.dtype, key.dtype, value.dtype} not in ({torch.bfloat16}, {torch.float16}):
+        # Results of fp32 were wrong on an H200 (torch 2.11, Triton 3.6), though right in the interpreter.
+        return "query, key and value are not of one dtype of half precision"
     if decay.dim() != 2:
         return "decays differ by feature"
     if key.shape[2] > MAX_KEY:
@@ -95,16 +101,14 @@ def in_chunks(
         BLOCK=_STATE_COLUMNS,
         num_stages=2,
     )
-    block, parts = (64, 2) if out.dtype.itemsize == 2 else (32, 3)  # fp32 has more parts in registers
     launching.launch(
         delta_outputs_kernel,
-        (num_chunks * heads * triton.cdiv(width, block),),
+        (num_chunks * heads * triton.cdiv(width, _RESULT_COLUMNS),),
         *(query, key, decay, starts, found, missing, out),
         *(*query.stride()[:2], *strides, count, scale, norm_eps),
         **how,
         **in_parts,
-        BLOCK=block,
-        PARTS=parts,
+        BLOCK=_RESULT_COLUMNS,
         maxnreg=_REGISTERS,
     )
     return out

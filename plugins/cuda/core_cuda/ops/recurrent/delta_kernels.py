@@ -186,7 +186,7 @@ def delta_outputs_kernel(
     query, key, decay, query_starts, found, missing, out, query_row, query_head, key_row, key_head, decay_row,
     decay_head, num_sequences, scale, eps, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, NORMED: tl.constexpr,
-    PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The results of one chunk, for BLOCK columns of a head's values."""
     blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
@@ -214,8 +214,8 @@ def delta_outputs_kernel(
         k = tl.load(key + within[:, None] * key_row + features[None, :], mask=mask, other=0.0)
         mask = own[:, None] & shown[None, :]
         before = tl.load(found + features[:, None] * VALUE + columns[None, :], mask=mask, other=0.0)
-        scores += product(q, tl.trans(k), PARTS)
-        result += product(q, before, PARTS)
+        scores += product(q, tl.trans(k), 2)
+        result += product(q, before, 2)
         squares += _squares(q)
         key_squares += _squares(k)
     sums = tl.cumsum(_logs(decay + head * decay_head, begin, within, real, decay_row), 0)
@@ -225,5 +225,5 @@ def delta_outputs_kernel(
     offsets = within[:, None] * (HEADS * VALUE) + columns[None, :]
     at, mask = (begin * HEADS + head) * VALUE, real[:, None] & shown[None, :]
     lacking = tl.load(missing + at + offsets, mask=mask, other=0.0)
-    result = result * (exponential(sums.to(tl.float32)) * roots)[:, None] + product(weights, lacking, PARTS)
+    result = result * (exponential(sums.to(tl.float32)) * roots)[:, None] + product(weights, lacking, 2)
     tl.store(out + at + offsets, result, mask=mask)

@@ -102,7 +102,7 @@ def gated_delta_rule(
     count = num_sequences(rows, query_starts)
     depth, by_feature = key.shape[2], decay.dim() == 3
     query, key, value = in_rows(query), in_rows(key), in_rows(value)
-    if query_starts is not None and delta_chunks.why_not(key, decay, query_starts) is None:
+    if query_starts is not None and delta_chunks.why_not(query, key, value, decay, query_starts) is None:
         given = query, key, value, decay, beta, states, scale, norm_eps, slots, kept
         return delta_chunks.in_chunks(*given, query_starts)
     decay = in_rows(decay) if by_feature else decay
