@@ -284,7 +284,7 @@ def test_each_candidate(kernel_device: torch.device) -> None:
     operands = (call[name] for name in ("query", "value", "key_cache", "block_table"))
     configs = list(decode_config.candidates(decode_attention.shape_of(*operands, window=0, max_query_len=2)))
     if kernel_device == CPU:  # where warps and stages make no difference
-        plain = [dataclasses.replace(config, num_warps=4, num_stages=1, fetch=False) for config in configs]
+        plain = [dataclasses.replace(config, num_warps=4, num_stages=1, fetch=0) for config in configs]
         configs = list(dict.fromkeys(plain))
     assert len(configs) > 5
     for config in configs:

@@ -84,6 +84,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "8b codes, rotated 8", _rotated(8, SHAPES["8b"], False, codes=True)
     yield "8b coded 8", decode(8, SHAPES["8b"], torch.bfloat16, coding=_coding(8, SHAPES["8b"]))
     yield "8b drafts 8", decode(8, SHAPES["8b"], torch.bfloat16, new=5)
+    yield "drafts of groups of 8, heads of 64", decode(8, (64, 8, 64, 64), torch.bfloat16, new=8)
     yield "8b windowed sinks", decode(8, SHAPES["8b"], torch.bfloat16, window=512, sinks=torch.empty(32))
     yield "llama 4 chunks 8", decode(8, (40, 8, 128, 128), torch.bfloat16, window=2048, chunked=True)
     yield "mqa drafts 512", decode(8, (16, 1, 512, 512), torch.bfloat16, new=4)

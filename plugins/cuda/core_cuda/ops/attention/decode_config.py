@@ -75,7 +75,7 @@ def choose(shape: DecodeShape) -> DecodeConfig:
     elif shape.head_size > _WIDE_HEAD:
         num_warps, num_stages = 8, 4
     else:
-        num_warps, num_stages = (2 if result <= _SMALL_RESULT else 4), 4
+        num_warps, num_stages = (2 if result <= _SMALL_RESULT and shape.num_rows < _TALL else 4), 4
     fitted = _fitted(DecodeConfig(block_n=block_n, helpers=0, num_warps=num_warps, num_stages=num_stages), shape)
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * launching.num_multiprocessors() // shape.num_kv_heads
     return replace(fitted, helpers=_limited(wanted, shape, fitted.block_n))

@@ -166,7 +166,7 @@ def decode_kernel(
             seq_lens, query_starts, program, num_seqs, window, join_ratio, SHARED, MAX_NEW, WINDOWED, CHUNKED,
             AMONG_PROMPTS, ".cg", BLOCK_N, BLOCK_B)  # fmt: skip
         fetched = start + tl.arange(0, FETCH * BLOCK_N)
-        known = (seq < num_seqs) & (fetched < tl.minimum(end, table_width * PAGE))
+        known = (seq < num_seqs) & (fetched >= 0) & (fetched < tl.minimum(end, table_width * PAGE))
         table = block_table + seq * table_stride
         guess = tl.load(table + fetched // PAGE, mask=known, other=0, cache_modifier=".cg")
         guess = tl.where((guess >= 0) & (guess < num_blocks), guess, 0).to(tl.int64)

@@ -56,7 +56,7 @@ def work(seq_lens, query_starts, num_seqs, window, helpers, join_ratio, MAX_NEW:
                                         AMONG_PROMPTS, CACHING)  # fmt: skip
     units = tl.where(num_new > 0, tl.cdiv(num_old - begin, BLOCK_N) + UNITS_OF_NEW, 0)
     fair = tl.maximum(tl.cdiv(tl.sum(units, 0), helpers), 1)
-    most = tl.sqrt(units.to(tl.float32) * join_ratio).to(tl.int32)
+    most = tl.sqrt_rn(units.to(tl.float32) * join_ratio).to(tl.int32)
     cut = tl.maximum(tl.minimum((4 * units + 3 * fair) // (4 * fair), most), 1)
     size = tl.maximum(tl.cdiv(units, cut), 1)
     return seqs, size, tl.cdiv(units, size)
