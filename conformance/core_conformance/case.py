@@ -29,6 +29,11 @@ AREAS: Mapping[str, tuple[int, str]] = MappingProxyType(
 """Area -> the level it belongs to, and what it covers. The first part of a case's id is its area."""
 
 
+COMPILED_TIMEOUT_S = 600.0
+"""The time of a case that runs a device's kernels, which may be compiled at their first call, for each form of a call:
+on an H200 those of attention took more than 120 s beside 19 other workers, with nothing compiled before."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseInfo:
     """The description of a case, without its function, for other processes."""

@@ -22,7 +22,7 @@ from core.common.ops.implementation import OpImplementation
 from core.device import Device
 from core.verify.execution import error_line
 from core.verify.fakes.parity import alias_problems, sharing
-from core_conformance.case import Case
+from core_conformance.case import COMPILED_TIMEOUT_S, Case
 from core_conformance.cases.ops.collect import judged_ops, slug
 from core_conformance.dtypes import declared_dtypes, dtype_name
 from core_conformance.inputs.opcalls import calls, positional, refusal
@@ -31,10 +31,6 @@ from core_conformance.rules.contract import check_metadata, check_writes
 from core_conformance.rules.opcheck import Recorder, check, check_recorded
 from core_conformance.rules.oracle import faked, leaves, with_real_sizes
 from core_conformance.trial import NotSupported, Trial
-
-_COMPILED_TIMEOUT_S = 360.0
-"""Kernels that are compiled at their first call are compiled for each form of a call in each dtype: on an H200 those of
-attention took 107 s beside 11 other workers."""
 
 
 def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
@@ -51,7 +47,7 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
                     id=f"fakes/{op.name}/{slug(each.name)}",
                     what=f"{each.name!r} can be traced, and so can the custom ops it calls",
                     run=partial(judge_traced, op=op, of=each),
-                    timeout_s=_COMPILED_TIMEOUT_S,
+                    timeout_s=COMPILED_TIMEOUT_S,
                 )
     yield from _foreign(device)
 

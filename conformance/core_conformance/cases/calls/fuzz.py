@@ -15,7 +15,7 @@ from core.common.conformance import ConformanceProfile
 from core.compilation.capture.inputs import InputSpec
 from core.compilation.program import Program
 from core.device import Device, Mode
-from core_conformance.case import Case
+from core_conformance.case import COMPILED_TIMEOUT_S, Case
 from core_conformance.cases.calls.programs import doubled, make
 from core_conformance.dtypes import working_dtype
 from core_conformance.fuzzing.running import run_examples
@@ -38,7 +38,7 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
                 id=f"fuzz/calls/{mode}",
                 what=f"random sequences of calls of a program captured {mode}, its state included",
                 run=partial(_fuzz, mode=mode),
-                timeout_s=600.0,
+                timeout_s=COMPILED_TIMEOUT_S,
             )
 
 

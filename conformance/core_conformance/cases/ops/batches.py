@@ -19,7 +19,7 @@ from core.common.ops.declaration import CanonicalOp
 from core.common.ops.implementation import OpImplementation
 from core.device import Device
 from core.verify.fakes.memory import same_bits
-from core_conformance.case import Case
+from core_conformance.case import COMPILED_TIMEOUT_S, Case
 from core_conformance.cases.ops.collect import candidates, judged_ops, slug
 from core_conformance.dtypes import DTYPES, dtype_name, refused_dtype
 from core_conformance.inputs.opcalls import calls, refusal
@@ -70,6 +70,7 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
                     what=f"core::{op.name}: {of.name!r} gives a row the same bits in any batch, as it declares",
                     run=partial(judge, op=op, of=of, dtype=dtype),
                     not_supported=refused_dtype(device, dtype),
+                    timeout_s=COMPILED_TIMEOUT_S,
                 )
 
 

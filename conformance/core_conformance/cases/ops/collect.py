@@ -19,7 +19,7 @@ from core.common.ops.implementation import OpImplementation
 from core.device import Device
 from core.verify.execution import error_line
 from core.verify.fakes.memory import same_bits
-from core_conformance.case import Case
+from core_conformance.case import COMPILED_TIMEOUT_S, Case
 from core_conformance.dtypes import DTYPES, declared_dtypes, dtype_name, refused_dtype
 from core_conformance.inputs.opcalls import calls, positional, refusal
 from core_conformance.rules import contract, oracle
@@ -58,6 +58,7 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
                     what=f"core::{op.name}: {what}",
                     run=partial(run, dtype=dtype),
                     not_supported=refused_dtype(device, dtype),
+                    timeout_s=COMPILED_TIMEOUT_S,
                 )
 
 

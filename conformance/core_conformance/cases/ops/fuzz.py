@@ -13,7 +13,7 @@ from core.common.conformance import ConformanceProfile
 from core.common.ops.declaration import CanonicalOp, Sample
 from core.common.ops.implementation import OpImplementation
 from core.device import Device
-from core_conformance.case import Case
+from core_conformance.case import COMPILED_TIMEOUT_S, Case
 from core_conformance.cases.ops.collect import candidates, judge_call, judged_ops, slug
 from core_conformance.dtypes import DTYPES, dtype_name, refused_dtype
 from core_conformance.fuzzing import CALLS
@@ -38,7 +38,7 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
                     what=f"core::{op.name}: {name} on random shapes, strides and options",
                     run=partial(_fuzz, op=op, of=candidate, dtype=dtype),
                     not_supported=refused_dtype(device, dtype),
-                    timeout_s=600.0,
+                    timeout_s=COMPILED_TIMEOUT_S,
                 )
 
 

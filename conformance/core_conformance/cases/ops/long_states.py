@@ -19,7 +19,7 @@ from core.common.ops.declaration import CanonicalOp
 from core.common.ops.implementation import OpImplementation
 from core.common.ops.recurrent import CAUSAL_CONV1D_UPDATE, GATED_DELTA_RULE, SELECTIVE_STATE_UPDATE
 from core.device import Device
-from core_conformance.case import Case
+from core_conformance.case import COMPILED_TIMEOUT_S, Case
 from core_conformance.cases.ops.collect import candidates, slug
 from core_conformance.dtypes import dtype_name, working_dtype
 from core_conformance.inputs.large_recurrent import conv_call, delta_call, space_call
@@ -51,6 +51,7 @@ def collect(device: Device, profile: ConformanceProfile) -> Iterable[Case]:
                 id=f"ops/{op.name}/{slug(name)}/{NUM_STEPS}-steps",
                 what=f"core::{op.name}: {name}, {NUM_STEPS} steps in a row on one state, in {dtype_name(dtype)}",
                 run=partial(_many_steps, op=op, of=candidate, dtype=dtype),
+                timeout_s=COMPILED_TIMEOUT_S,
             )
 
 
