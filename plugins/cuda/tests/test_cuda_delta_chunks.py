@@ -22,12 +22,11 @@ from tests.recurrent_cases import judged
 pytest.importorskip("triton", reason="needs triton")
 import triton
 import triton.language as tl
+from cuda_planted_chunks import chunk_short, rows_short, slot_before
 
 from core_cuda.ops import launching
 from core_cuda.ops.recurrent import delta_chunks, delta_kernels
-from core_cuda.ops.recurrent.chunks import chunk_at
 from core_cuda.ops.recurrent.delta_rule import gated_delta_rule
-from core_cuda.ops.recurrent.states import rows_of, slot_of
 
 PADDING = 3
 DTYPES = (torch.bfloat16, torch.float16)
@@ -134,35 +133,15 @@ def test_calls_that_go_row_by_row_are_named() -> None:
 
 
 @triton.jit
-def _slot_before(slots, sequence):
-    """The slot of the sequence before, so that a sequence begins with another's state."""
-    return slot_of(slots, tl.maximum(sequence - 1, 0))
-
-
-@triton.jit
-def _rows_short(query_starts, sequence):
-    """A sequence that begins a row late."""
-    begin, last = rows_of(query_starts, sequence)
-    return begin + 1, last
-
-
-@triton.jit
-def _chunk_short(query_starts, place, num_sequences, CHUNK: tl.constexpr):
-    """Chunks that end a row early."""
-    begin, last = chunk_at(query_starts, place, num_sequences, CHUNK)
-    return begin, tl.minimum(begin + CHUNK - 1, last)
-
-
-@triton.jit
 def _apart(solved, system, rows, SIZE: tl.constexpr):
     """Blocks of the inverse that are not joined: rows that correct nothing of the blocks before."""
     return solved
 
 
 FAULTS = {
-    "state of another sequence at the begin": ("slot_of", _slot_before),
-    "first row left out": ("rows_of", _rows_short),
-    "last row of a chunk left out": ("chunk_at", _chunk_short),
+    "state of another sequence at the begin": ("slot_of", slot_before),
+    "first row left out": ("rows_of", rows_short),
+    "last row of a chunk left out": ("chunk_at", chunk_short),
     "blocks of the inverse on their own": ("_joined", _apart),
 }
 

@@ -1,7 +1,6 @@
 """core_cuda/ops/recurrent/space_chunks.py: packed prompts of a state space, in parallel over chunks."""
 
 # Triton reads annotations of kernels as types of its own
-# ruff: noqa: ANN001, ANN202
 
 from __future__ import annotations
 
@@ -20,15 +19,12 @@ from tests.kernel_cases import CPU, moved
 from tests.recurrent_cases import judged
 
 pytest.importorskip("triton", reason="needs triton")
-import triton
-import triton.language as tl
+from cuda_planted_chunks import chunk_short, nothing_cleared, rows_short, slot_before
 
 from core_cuda.ops import launching
-from core_cuda.ops.recurrent import chunks, space_chunks, space_kernels, space_outputs
+from core_cuda.ops.recurrent import space_chunks, space_kernels, space_outputs
 from core_cuda.ops.recurrent.state_space import selective_state_update
-from core_cuda.ops.recurrent.states import rows_of, slot_of
 
-_chunk_at = chunks.chunk_at
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200)
 """Tokens of packed sequences: around tiles of 16 and 64 rows, and past a chunk."""
 PADDING = 3
@@ -112,37 +108,12 @@ def test_decays_of_long_sequences(bias: float, kernel_device: torch.device) -> N
     judged(SELECTIVE_STATE_UPDATE, selective_state_update, call, kernel_device)
 
 
-@triton.jit
-def _slot_before(slots, sequence):
-    """The slot of the sequence before, so that a sequence begins with another's state."""
-    return slot_of(slots, tl.maximum(sequence - 1, 0))
-
-
-@triton.jit
-def _rows_short(query_starts, sequence):
-    """A sequence that begins a row late."""
-    begin, last = rows_of(query_starts, sequence)
-    return begin + 1, last
-
-
-@triton.jit
-def _chunk_short(query_starts, place, num_sequences, CHUNK: tl.constexpr):
-    """Chunks that end a row early."""
-    begin, last = _chunk_at(query_starts, place, num_sequences, CHUNK)
-    return begin, tl.minimum(begin + CHUNK - 1, last)
-
-
-@triton.jit
-def _nothing_cleared(out, first, query_starts, features, low, high, rows, num_sequences, HEADS, FEATURES, TILE):
-    """Rows of padding that hold what was in memory."""
-
-
 FAULTS = {
-    "state of another sequence at the begin": (space_kernels, "slot_of", _slot_before),
-    "first row left out": (space_kernels, "rows_of", _rows_short),
-    "last row of a chunk left out": (space_outputs, "chunk_at", _chunk_short),
-    "last step of a chunk left out": (space_kernels, "chunk_at", _chunk_short),
-    "padding not cleared": (space_outputs, "_clear", _nothing_cleared),
+    "state of another sequence at the begin": (space_kernels, "slot_of", slot_before),
+    "first row left out": (space_kernels, "rows_of", rows_short),
+    "last row of a chunk left out": (space_outputs, "chunk_at", chunk_short),
+    "last step of a chunk left out": (space_kernels, "chunk_at", chunk_short),
+    "padding not cleared": (space_outputs, "_clear", nothing_cleared),
 }
 
 
