@@ -108,7 +108,8 @@ def _stand_in(kept: Record) -> Any:
     modes = tuple(told.pop("modes"))
     implementations = import_module(f"{kept['plugin']['entry_point'].partition('.')[0]}.implementations")
     parts = replace(device.parts, capabilities=Capabilities(modes=modes, **told))
-    return replace(device, name=kept["device"], parts=parts, ops=implementations.IMPLEMENTATIONS, fakes=())
+    ops = implementations.IMPLEMENTATIONS
+    return replace(device, name=kept["device"], parts=parts, ops=ops, fakes=(), passes=())
 
 
 def compare(kept: Record, today: Collection[str]) -> Gap:

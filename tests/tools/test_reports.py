@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from core.engine.models.tiny import causal_lm_types
+from core.host.selection import select_device
 from example_vendor import install
 from reports import (
     FOLDER,
@@ -48,6 +49,11 @@ def plant(folder: Path, kept: dict[str, Any], today: list[str]) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_committed_report_is_of_the_suite_as_it_is_or_says_what_it_lacks(device: str) -> None:
     assert stale(FOLDER, {device: cases_today(read(device))}) == []
+
+
+def test_a_device_that_is_stood_in_for_has_no_passes_of_another() -> None:
+    own = {each.name for each in select_device("cpu").passes}
+    assert own and not own & {case.split("/")[1] for case in cases_today(read("cuda")) if case.startswith("passes/")}
 
 
 def test_there_is_a_report_of_every_device_of_this_repository() -> None:
