@@ -13,15 +13,30 @@ import triton
 import triton.language as tl
 
 from core.common.ops.attention.paged import ATTENTION
-from core_cuda.ops import workspace
+from core_cuda.ops import launching, workspace
 from core_cuda.ops.attention.decode import decode
 from core_cuda.ops.attention.decode_config import DecodeConfig
-from core_cuda.ops.attention.decode_plan import MOST_PARTS, UNITS_OF_NEW, planned
+from core_cuda.ops.attention.decode_plan import MOST_PARTS, UNITS_OF_NEW, planned, read_lengths
+from core_cuda.ops.launching import start_next, wait_for_inputs
 from tests.attention_cases import CACHES, CODES, judged, steps
+from tests.kernel_cases import moved
 
 BLOCK_N = 16
 FAR_APART = ((1, 1), (1, 300), (1, 20), (2, 2), (1, 100))
 CONSTANTS = {"MAX_NEW": 4, "WINDOWED": False, "CHUNKED": False, "AMONG_PROMPTS": False}
+
+
+@triton.jit
+def late_kernel(lengths, out, num_seqs, turns, OVERLAP: tl.constexpr) -> None:  # noqa: ANN001
+    """Copy lengths long after the next kernel has been let start."""
+    wait_for_inputs(OVERLAP)
+    start_next(OVERLAP)
+    passed = 1
+    for _ in range(turns):
+        passed = passed * 1103515245 + 12345
+    seqs = tl.arange(0, 32)
+    late = tl.load(lengths + seqs, mask=seqs < num_seqs) + tl.where(passed == 0, 1, 0)
+    tl.store(out + seqs, late, mask=seqs < num_seqs)
 
 
 @triton.jit
@@ -31,9 +46,10 @@ def plan_kernel(
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0)
-    seq, share, num_shares, positions, parts = planned(seq_lens, query_starts, program, num_seqs, window, helpers,
-                                                       join_ratio, MAX_NEW, WINDOWED, CHUNKED, AMONG_PROMPTS, "",
-                                                       BLOCK_N, BLOCK_B)  # fmt: skip
+    first, last, length = read_lengths(seq_lens, query_starts, tl.arange(0, BLOCK_B), num_seqs, "")
+    seq, share, num_shares, positions, parts = planned(first, last, length, program, num_seqs, window, helpers,
+                                                       join_ratio, MAX_NEW, WINDOWED, CHUNKED, AMONG_PROMPTS, BLOCK_N,
+                                                       BLOCK_B)  # fmt: skip
     out += program * 5
     tl.store(out, seq)
     tl.store(out + 1, share)
@@ -150,3 +166,25 @@ def test_lengths_far_apart_in_codes(kernel_device: torch.device) -> None:
     call = steps(FAR_APART, dtype=torch.bfloat16, heads=(4, 2), k_scale=torch.tensor([0.5, 2.0]))
     call |= {name: call[name].to(CODES) for name in CACHES} | {"v_scale": torch.tensor(1.5)}
     judged(ATTENTION, decode, call, kernel_device, config=DecodeConfig(block_n=BLOCK_N, helpers=6), max_query_len=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(launching.INTERPRETED or not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_lengths_that_the_kernel_before_writes_late() -> None:
+    """The plan is made while the kernel before runs: by other lengths than those that it is about to write."""
+    device = torch.device("cuda")
+    call = moved(steps(FAR_APART, dtype=torch.bfloat16), device)
+    call = {name: x for name, x in call.items() if name not in ("max_query_len", "mask")}
+    config = DecodeConfig(block_n=BLOCK_N, helpers=6)
+
+    def run() -> torch.Tensor:
+        return decode(**call, config=config, max_query_len=2)
+
+    wanted, lengths = run().clone(), call["seq_lens"].clone()
+    for turns in (0, 100, 1_000, 10_000, 100_000):
+        for before in (lengths.flip(0), torch.ones_like(lengths), lengths // 2 + 1):
+            call["seq_lens"].copy_(before)
+            torch.cuda.synchronize()
+            launching.launch(late_kernel, (1,), lengths, call["seq_lens"], len(lengths), turns)
+            assert torch.equal(run(), wanted), turns
+    assert not workspace.counters(1, wanted.device).any()

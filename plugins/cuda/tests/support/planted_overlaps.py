@@ -24,6 +24,7 @@ READ_EARLY = {
     }
     for name in ("right", "uses_a_guess", "reads_by_the_first_cache", "follows_another")
 }
+READ_EARLY["confirms_a_guess"] = {"guess": Early("decides what is read", guess=True, confirmed=True)}
 
 
 @triton.jit
@@ -107,6 +108,19 @@ def uses_a_guess(x, none, weight, pair, guess, settled, out, N, OVERLAP: tl.cons
 
 
 @triton.jit
+def confirms_a_guess(x, none, weight, pair, guess, settled, out, N, OVERLAP: tl.constexpr):
+    """Compute a place by a guess, and again only if that was wrong."""
+    at = tl.program_id(0)
+    guessed = tl.load(guess + at, cache_modifier=".cg")
+    place = guessed // 7
+    wait_for_inputs(OVERLAP)
+    now = tl.load(guess + at)
+    if now != guessed:
+        place = now // 7
+    tl.store(out + at, tl.load(x + place))
+
+
+@triton.jit
 def reads_by_the_first_cache(x, none, weight, pair, guess, settled, out, N, OVERLAP: tl.constexpr):
     """Make a guess of which the L1 cache keeps a copy."""
     at = tl.program_id(0)
@@ -126,7 +140,7 @@ def follows_another(x, none, weight, pair, guess, settled, out, N, OVERLAP: tl.c
 
 
 KERNELS = (right, stores_early, counts_early, returns_early, waits_on_one_side, never_waits, starts_early, reads_early)
-GUESSES = (uses_a_guess, reads_by_the_first_cache)
+GUESSES = (uses_a_guess, confirms_a_guess, reads_by_the_first_cache)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -20,6 +20,8 @@ _MAX_TILE = 128
 _SCHEDULES = ((4, 3), (4, 4), (4, 5), (8, 4), (2, 4))  # num_warps, num_stages
 _FEW_STAGES = 3  # with fewer, less than two tiles are being loaded while one is used
 _PROGRAMS_PER_MULTIPROCESSOR = 2
+_MORE_PROGRAMS = 3  # where parts are small beside tiles, so that joining more of them costs little
+_SMALL_PART = 6  # times that a tile is as large
 _LEFT_BYTES = 35 * 1024  # of a program's shared memory, what candidates leave beside the tiles that are being loaded
 _LARGE_RESULT = 16_384  # fp32 values of a result that 4 warps cannot hold in registers
 _SMALL_RESULT = 4096  # fp32 values of a result that 2 warps hold in half of their registers
@@ -77,7 +79,8 @@ def choose(shape: DecodeShape) -> DecodeConfig:
     else:
         num_warps, num_stages = (2 if result <= _SMALL_RESULT and shape.num_rows < _TALL else 4), 4
     fitted = _fitted(DecodeConfig(block_n=block_n, helpers=0, num_warps=num_warps, num_stages=num_stages), shape)
-    wanted = _PROGRAMS_PER_MULTIPROCESSOR * launching.num_multiprocessors() // shape.num_kv_heads
+    programs = _MORE_PROGRAMS if join_ratio(shape, fitted) >= _SMALL_PART else _PROGRAMS_PER_MULTIPROCESSOR
+    wanted = programs * launching.num_multiprocessors() // shape.num_kv_heads
     return replace(fitted, helpers=_limited(wanted, shape, fitted.block_n))
 
 

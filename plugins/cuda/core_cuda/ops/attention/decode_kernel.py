@@ -19,15 +19,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from core_cuda.ops.attention.decode_plan import MOST_PARTS, extent, planned
+from core_cuda.ops.attention.decode_plan import MOST_PARTS, bounds, extent, planned, read_lengths
 from core_cuda.ops.attention.online_softmax import LOG2_E, absorbed, first_seen, joined, narrowed
 from core_cuda.ops.attention.rotation import rotated_rows
 from core_cuda.ops.cache_write import codes_of
 from core_cuda.ops.launching import Early, fetch, start_next, wait_for_inputs
 from core_cuda.ops.quantize import to_codes
 
-_GUESS = Early("where the first tiles of the program's share lie, which are fetched", guess=True)
-READ_EARLY = {"decode_kernel": {"seq_lens": _GUESS, "query_starts": _GUESS, "block_table": _GUESS}}
+_LENGTHS = Early("the plan is made of them, and made again if they are read otherwise", guess=True, confirmed=True)
+_TABLE = Early("where the first tiles of the program's share lie, which are fetched", guess=True)
+READ_EARLY = {"decode_kernel": {"seq_lens": _LENGTHS, "query_starts": _LENGTHS, "block_table": _TABLE}}
 
 
 @triton.jit
@@ -103,27 +104,6 @@ def zero_padding(out, real, num_tokens, head, program, GROUP: tl.constexpr, V: t
         tl.store(out + heads[:, None] * V + v[None, :], zeros, mask=inside(rows < GROUP, v, V, BLOCK_V))
 
 
-@triton.jit
-def own_share(seq_lens, query_starts, program, num_seqs, window, join_ratio, SHARED: tl.constexpr,
-              MAX_NEW: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, AMONG_PROMPTS: tl.constexpr,
-              CACHING: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):  # fmt: skip
-    """Return what a program serves: (sequence, its first new token, number of these and of cached positions; the share,
-    number of shares, parts of earlier sequences; first cached position and the one after the last)."""
-    if SHARED:
-        helpers = tl.num_programs(1) - num_seqs
-        seq, share, num_shares, size, parts = planned(
-            seq_lens, query_starts, program, num_seqs, window, helpers, join_ratio, MAX_NEW, WINDOWED, CHUNKED,
-            AMONG_PROMPTS, CACHING, BLOCK_N, BLOCK_B)  # fmt: skip
-        first, num_new, num_old, begin = extent(seq_lens, query_starts, seq, num_seqs, window, MAX_NEW, WINDOWED,
-                                                CHUNKED, AMONG_PROMPTS, CACHING)  # fmt: skip
-        start = begin + share * size
-        return seq, first, num_new, num_old, share, num_shares, parts, start, tl.minimum(start + size, num_old)
-    else:
-        first, num_new, num_old, begin = extent(seq_lens, query_starts, program, num_seqs, window, MAX_NEW, WINDOWED,
-                                                CHUNKED, AMONG_PROMPTS, CACHING)  # fmt: skip
-        return program, first, num_new, num_old, 0, 1, 0, begin, num_old
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_blocks", "table_width", "table_stride"])
 def decode_kernel(
     query, key, value, key_cache, value_cache, block_table, slot_mapping, seq_lens, query_starts,
@@ -161,10 +141,18 @@ def decode_kernel(
     WIDE: tl.constexpr = tl.float16 if CODES and DTYPE.is_bf16() else DTYPE
     if v_scale is not None:
         v_scale += head * V_SCALE
+    helpers = tl.num_programs(1) - num_seqs
+    seqs = tl.arange(0, BLOCK_B)
+    seq, share, num_shares, size, parts_before = program, 0, 1, 0, 0
+    if SHARED and OVERLAP:  # planned while the kernel before still runs: it holds if the lengths turn out the same
+        guessed, guessed_last, guessed_length = read_lengths(seq_lens, query_starts, seqs, num_seqs, ".cg")
+        seq, share, num_shares, size, parts_before = planned(
+            guessed, guessed_last, guessed_length, program, num_seqs, window, helpers, join_ratio, MAX_NEW, WINDOWED,
+            CHUNKED, AMONG_PROMPTS, BLOCK_N, BLOCK_B)  # fmt: skip
     if FETCH > 0 and OVERLAP:
-        seq, _, _, _, _, _, _, start, end = own_share(
-            seq_lens, query_starts, program, num_seqs, window, join_ratio, SHARED, MAX_NEW, WINDOWED, CHUNKED,
-            AMONG_PROMPTS, ".cg", BLOCK_N, BLOCK_B)  # fmt: skip
+        first, last, length = read_lengths(seq_lens, query_starts, seq, num_seqs, ".cg")
+        _, num_old, start = extent(first, last, length, window, MAX_NEW, WINDOWED, CHUNKED, AMONG_PROMPTS)
+        start, end = bounds(start, num_old, share, size, SHARED)
         fetched = start + tl.arange(0, FETCH * BLOCK_N)
         known = (seq < num_seqs) & (fetched >= 0) & (fetched < tl.minimum(end, table_width * PAGE))
         table = block_table + seq * table_stride
@@ -178,9 +166,19 @@ def decode_kernel(
     if k_scale is not None:  # read after the wait, since a graph may compute it
         k_scale = tl.load(k_scale + head * K_SCALE)
         scale *= k_scale
-    seq, first, num_new, num_old, share, num_shares, parts_before, start, end = own_share(
-        seq_lens, query_starts, program, num_seqs, window, join_ratio, SHARED, MAX_NEW, WINDOWED, CHUNKED,
-        AMONG_PROMPTS, "", BLOCK_N, BLOCK_B)  # fmt: skip
+    if SHARED:
+        firsts, lasts, lengths = read_lengths(seq_lens, query_starts, seqs, num_seqs, "")
+        settled = False
+        if OVERLAP:
+            other = (firsts != guessed) | (lasts != guessed_last) | (lengths != guessed_length)
+            settled = tl.max(other.to(tl.int32), 0) == 0
+        if not settled:
+            seq, share, num_shares, size, parts_before = planned(
+                firsts, lasts, lengths, program, num_seqs, window, helpers, join_ratio, MAX_NEW, WINDOWED, CHUNKED,
+                AMONG_PROMPTS, BLOCK_N, BLOCK_B)  # fmt: skip
+    first, last, length = read_lengths(seq_lens, query_starts, seq, num_seqs, "")
+    num_new, num_old, start = extent(first, last, length, window, MAX_NEW, WINDOWED, CHUNKED, AMONG_PROMPTS)
+    start, end = bounds(start, num_old, share, size, SHARED)
     if not AMONG_PROMPTS:
         real = tl.load(query_starts + num_seqs).to(tl.int32)
         zero_padding(out, real, num_tokens, head, program, GROUP, V, BLOCK_GROUP, BLOCK_V)
@@ -275,7 +273,7 @@ def decode_kernel(
         else:
             ROWS: tl.constexpr = MAX_NEW * GROUP
             pair = seq * tl.num_programs(0) + head
-            part = head * ((tl.num_programs(1) - num_seqs) * MOST_PARTS) + parts_before
+            part = head * (helpers * MOST_PARTS) + parts_before
             places, stat_places = partial + part.to(tl.int64) * (ROWS * V), stats + part * (2 * ROWS)
             row = tl.arange(0, BLOCK_M) // COPIES
             written = (steps < num_new) & (tl.arange(0, BLOCK_M) % COPIES == 0)

@@ -26,62 +26,66 @@ UNITS_OF_NEW = tl.constexpr(2)
 
 
 @triton.jit
-def extent(seq_lens, query_starts, seq, num_seqs, window, MAX_NEW: tl.constexpr, WINDOWED: tl.constexpr,
-           CHUNKED: tl.constexpr, AMONG_PROMPTS: tl.constexpr, CACHING: tl.constexpr):  # fmt: skip
-    """Return the first new token of a sequence, how many of these and of cached positions it has, and the first of the
-    latter that is seen; seq: one or several. A prompt has no new token for this kernel, and neither has what is beyond
-    num_seqs."""
-    there = seq < num_seqs
-    first = tl.load(query_starts + seq, mask=there, other=0, cache_modifier=CACHING).to(tl.int32)
-    last = tl.load(query_starts + seq + 1, mask=there, other=0, cache_modifier=CACHING).to(tl.int32)
-    length = tl.load(seq_lens + seq, mask=there, other=0, cache_modifier=CACHING).to(tl.int32)
+def read_lengths(seq_lens, query_starts, seqs, num_seqs, CACHING: tl.constexpr):
+    """Return the first new tokens of sequences, the ones after their last, and their lengths; zeros beyond num_seqs."""
+    there = seqs < num_seqs
+    first = tl.load(query_starts + seqs, mask=there, other=0, cache_modifier=CACHING).to(tl.int32)
+    last = tl.load(query_starts + seqs + 1, mask=there, other=0, cache_modifier=CACHING).to(tl.int32)
+    return first, last, tl.load(seq_lens + seqs, mask=there, other=0, cache_modifier=CACHING).to(tl.int32)
+
+
+@triton.jit
+def extent(first, last, length, window, MAX_NEW: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
+           AMONG_PROMPTS: tl.constexpr):  # fmt: skip
+    """Return how many new tokens and cached positions sequences have, and the first of the latter that is seen.
+
+    A prompt has no new token for this kernel.
+    """
     num_new = tl.minimum(last - first, MAX_NEW)
     if AMONG_PROMPTS:
         num_new = tl.where(last - first > MAX_NEW, 0, num_new)
     num_old = tl.maximum(length - num_new, 0)
-    begin = 0
+    begin = tl.zeros_like(num_old)
     if WINDOWED:
         begin = tl.maximum(first_seen(num_old, window, CHUNKED), 0)
-    return first, num_new, num_old, begin
+    return num_new, num_old, begin
 
 
 @triton.jit
-def work(seq_lens, query_starts, num_seqs, window, helpers, join_ratio, MAX_NEW: tl.constexpr, WINDOWED: tl.constexpr,
-         CHUNKED: tl.constexpr, AMONG_PROMPTS: tl.constexpr, CACHING: tl.constexpr, BLOCK_N: tl.constexpr,
-         BLOCK_B: tl.constexpr):  # fmt: skip
-    """Return the sequences' numbers (BLOCK_B,), the units of each one's shares, and the number of its shares, which is
-    0 where a sequence has no new token."""
-    seqs = tl.arange(0, BLOCK_B)
-    _, num_new, num_old, begin = extent(seq_lens, query_starts, seqs, num_seqs, window, MAX_NEW, WINDOWED, CHUNKED,
-                                        AMONG_PROMPTS, CACHING)  # fmt: skip
+def planned(first, last, length, program, num_seqs, window, helpers, join_ratio, MAX_NEW: tl.constexpr,
+            WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, AMONG_PROMPTS: tl.constexpr, BLOCK_N: tl.constexpr,
+            BLOCK_B: tl.constexpr):  # fmt: skip
+    """Return what a program of a key/value head serves: (sequence, share, number of its shares, positions of a share,
+    parts of earlier sequences).
+
+    first, last, length (BLOCK_B,): as `read_lengths` returns them. The sequence is num_seqs for a program that has
+    nothing to do. Parts are the shares of sequences that have several: at most `MOST_PARTS` for each helper.
+    """
+    num_new, num_old, begin = extent(first, last, length, window, MAX_NEW, WINDOWED, CHUNKED, AMONG_PROMPTS)
     units = tl.where(num_new > 0, tl.cdiv(num_old - begin, BLOCK_N) + UNITS_OF_NEW, 0)
     fair = tl.maximum(tl.cdiv(tl.sum(units, 0), helpers), 1)
     most = tl.sqrt_rn(units.to(tl.float32) * join_ratio).to(tl.int32)
     cut = tl.maximum(tl.minimum((4 * units + 3 * fair) // (4 * fair), most), 1)
     size = tl.maximum(tl.cdiv(units, cut), 1)
-    return seqs, size, tl.cdiv(units, size)
-
-
-@triton.jit
-def planned(seq_lens, query_starts, program, num_seqs, window, helpers, join_ratio, MAX_NEW: tl.constexpr,
-            WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, AMONG_PROMPTS: tl.constexpr, CACHING: tl.constexpr,
-            BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):  # fmt: skip
-    """Return what a program of a key/value head serves: (sequence, share, number of its shares, positions of a share,
-    parts of earlier sequences).
-
-    The sequence is num_seqs for a program that has nothing to do. Parts are the shares of sequences that have several:
-    at most `MOST_PARTS` for each helper.
-    """
-    seqs, size, shares = work(seq_lens, query_starts, num_seqs, window, helpers, join_ratio, MAX_NEW, WINDOWED, CHUNKED,
-                              AMONG_PROMPTS, CACHING, BLOCK_N, BLOCK_B)  # fmt: skip
+    shares = tl.cdiv(units, size)
     ends = tl.cumsum(shares, 0)
     before = ends <= program
     seq = tl.sum(before.to(tl.int32), 0)
     parts = tl.sum(tl.where(before & (shares > 1), shares, 0), 0)
-    own = seqs == seq
+    own = tl.arange(0, BLOCK_B) == seq
     num_shares, positions = tl.sum(tl.where(own, shares, 0), 0), tl.sum(tl.where(own, size, 0), 0) * BLOCK_N
     share = program - tl.sum(tl.where(before, shares, 0), 0)
     return tl.minimum(seq, num_seqs), share, num_shares, positions, parts
+
+
+@triton.jit
+def bounds(begin, num_old, share, size, SHARED: tl.constexpr):
+    """Return the first cached position of a share and the one after its last; begin: the first that is seen."""
+    if SHARED:
+        start = begin + share * size
+        return start, tl.minimum(start + size, num_old)
+    else:
+        return begin, num_old
 
 
 MOST_PARTS = tl.constexpr(2)
