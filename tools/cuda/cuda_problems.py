@@ -186,8 +186,12 @@ class Attention:
 
     def same_kernel(self, config: Any) -> tuple[Any, ...]:
         """Return what the compiled kernel depends on."""
-        shared = {"helpers": config.helpers > 0} if self.new == 1 else {}
-        return (self.op, self.heads, self.codes, *{**asdict(config), **shared}.values())
+        if self.new > 1:
+            return (self.op, self.heads, self.codes, *asdict(config).values())
+        from core_cuda.ops.attention.decode import tiles
+
+        launched = (config.num_warps, config.num_stages, config.fetch)
+        return (self.op, self.heads, self.codes, *launched, *tiles(self._shape(), config, 1).values())
 
     def _shape(self) -> Any:
         from core_cuda.ops.attention.decode_config import DecodeShape

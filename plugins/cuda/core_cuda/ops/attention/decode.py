@@ -163,7 +163,7 @@ def decode(
         *(stride for x in (query, key, value) for stride in x.stride()[:2]),
         *(stride for x in (key_cache, value_cache) for stride in x.stride()[:3]),
         *(x.stride(0) for x in (block_table, turn.cos, turn.sin)),
-        **_tiles(shape, config, max_query_len),
+        **tiles(shape, config, max_query_len),
         PAGE=key_cache.shape[1],
         WINDOWED=window > 0,
         CHUNKED=chunked,
@@ -180,8 +180,11 @@ def decode(
     return out
 
 
-def _tiles(shape: DecodeShape, config: DecodeConfig, max_new: int) -> dict[str, int]:
-    """Return the kernel's constants that are sizes. Blocks are powers of two; in products, at least `MIN_TILE`."""
+def tiles(shape: DecodeShape, config: DecodeConfig, max_new: int) -> dict[str, int]:
+    """Return the kernel's constants that are sizes.
+
+    Blocks are powers of two; in products, at least `MIN_TILE`.
+    """
     rows, new = triton.next_power_of_2(shape.num_rows), triton.next_power_of_2(max_new)
     block_v = max(triton.next_power_of_2(shape.value_size), MIN_TILE)
     joined = max(_JOINED_AT_ONCE * 32 * (4 if config.num_warps == 2 else config.num_warps) // (rows * block_v), 1)
