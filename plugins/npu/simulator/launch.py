@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Run a command under the simulated ACL runtime.")
     parser.add_argument("--devices", type=int, default=1, help="how many devices there are (default 1)")
     schedules = ["eager", "lazy"]
-    parser.add_argument("--schedule", choices=schedules, default="eager", help="when tasks run (csrc/streams.c)")
+    parser.add_argument("--schedule", choices=schedules, default="eager", help="when tasks run (csrc/tasks.c)")
     parser.add_argument("--poison", action="store_true", help="fill new and freed memory with NaN")
     parser.add_argument("--permissive", action="store_true", help="let kernels without a handler pass, uncomputed")
     parser.add_argument("--check", action="store_true", help="build only")

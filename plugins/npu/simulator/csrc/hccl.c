@@ -128,7 +128,7 @@ EXPORT HcclResult HcclRecv(void *buffer, uint64_t count, HcclDataType type, uint
     return point_to_point("HcclRecv", NULL, buffer, count, type, peer, comm, stream);
 }
 
-/* ---- what the scheduler asks (streams.c) */
+/* ---- what the scheduler asks (tasks.c, waiting.c) */
 static Comm *comm_of(const Task *task)
 {
     if (task->kind == TASK_COLLECTIVE) return task->collective->comm;

@@ -164,22 +164,29 @@ struct Stream {
     struct Stream *next;
 };
 
-/* ---- lock, scheduler (streams.c) */
+/* ---- lock, streams (streams.c) */
 extern pthread_mutex_t sim_mutex;
 extern Stream *sim_streams;
-/* Let go of Python's lock if this thread holds it; returns what takes it again, or NULL. */
-void *sim_let_go(void);
-void sim_take_again(void *state);
 void sim_lock(void);
 void sim_unlock(void);
 Stream *sim_stream(aclrtStream handle);
+int sim_count_streams(void);
+
+/* ---- tasks, scheduler (tasks.c) */
+extern pthread_cond_t sim_progress;                 /* a task has run */
+bool sim_lazy(void);
 aclError sim_issue(Stream *stream, Task task);
 void sim_push(Stream *stream, const Task *task);
 bool sim_step(Stream *only);
 aclError sim_settle(void);
-aclError sim_drain(Stream *stream);
 aclError sim_take_error(Stream *stream);
-int sim_count_streams(void);
+void sim_task_free(Task *task);
+
+/* ---- waiting (waiting.c), Python's lock (interpreter.c) */
+aclError sim_drain(Stream *stream);
+/* Let go of Python's lock if this thread holds it; returns what takes it again, or NULL. */
+void *sim_let_go(void);
+void sim_take_again(void *state);
 
 /* ---- graphs (graphs.c) */
 aclError sim_capture_task(Stream *stream, const Task *task);
@@ -187,7 +194,7 @@ aclError sim_capture_wait(Stream *stream, Event *event);
 void sim_capture_record(Stream *stream, Event *event);
 aclError sim_capture_check(Stream *stream, const char *what);
 aclError sim_unsafe(const char *what, bool allocates);
-aclError sim_update_kernel(Stream *stream, Executor *executor);
+aclError sim_update_kernel(Stream *stream, Executor *executor);   /* task_groups.c */
 int sim_count_graph_streams(void);
 void sim_graph_release(Graph *graph);
 void sim_capture_invalidate(Graph *graph, const char *why);
@@ -201,7 +208,7 @@ void sim_collective_pushed(Task *task);             /* gives it its turn, where 
 bool sim_collective_blocked(const Task *task);
 bool sim_waits_for_ranks(const Task *task);         /* NULL: no task */
 bool sim_others_wait_for(const Stream *stream);
-void sim_start_progress(void);                      /* streams.c */
+void sim_start_progress(void);                      /* waiting.c */
 aclError sim_run_collective(const Task *task);
 aclError sim_begin_exchange(const Task *task, const Executor *executor);
 aclError sim_end_exchange(const Executor *executor, aclError code);
