@@ -46,8 +46,8 @@ def early(body: str) -> set[str]:
     return set(judged(HEAD + body + END, NAMES, {}, before="")["early"])
 
 
-def allowed(*, guess: bool = False, after: str = "") -> SimpleNamespace:
-    return SimpleNamespace(why="a reason", guess=guess, after=after)
+def allowed(*, guess: bool = False, confirmed: bool = False, after: str = "") -> SimpleNamespace:
+    return SimpleNamespace(why="a reason", guess=guess, confirmed=confirmed, after=after)
 
 
 RIGHT = {
@@ -145,13 +145,16 @@ def test_a_guess_decides_what_is_fetched_and_nothing_else() -> None:
     again = "ld.global.b32 %r1, [%rd1]; st.global.b32 [%rd0], %r1;"
     assert faults(GUESS + WAIT + again, **guess) == []
     assert "guesses weight" in faults(GUESS + WAIT + "st.global.b32 [%rd0], %r1;", **guess)[0]
+    confirmed = {"weight": allowed(guess=True, confirmed=True)}
+    assert faults(GUESS + WAIT + "st.global.b32 [%rd0], %r1;", **confirmed) == []
     # What a guess was added to, on one of two ways, and kept on the way through a branch.
     kept = "add.s32 %r5, %r1, 1; @%p1 bra $A; mov.u32 %r5, 0;\n$A:"
     assert "guesses weight" in faults(GUESS + kept + WAIT + "@%p2 bra $B; st.global.b32 [%rd0], %r5;\n$B:", **guess)[0]
     # A load on a condition leaves the guess where it does not run.
     partly = "@%p3 ld.global.b32 %r1, [%rd1]; st.global.b32 [%rd0], %r1;"
     assert "guesses weight" in faults(GUESS + WAIT + partly, **guess)[0]
-    assert "L1 cache" in faults(GUESS.replace(".cg", "") + WAIT, **guess)[0]
+    for early in (guess, confirmed):
+        assert "L1 cache" in faults(GUESS.replace(".cg", "") + WAIT, **early)[0]
 
 
 def test_what_the_kernel_before_waited_for_needs_that_kernel_before() -> None:
