@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +28,12 @@ MIN_TEMPERATURE = 1e-5
 
 MAX_LOGPROBS = 20
 """Most alternatives to a token that are reported."""
+
+_MIN_REPETITION, _MAX_REPETITION = 1e-30, 1e30
+"""By a penalty beyond these a logit is divided into infinity, or a logit of 0 multiplied into NaN, in fp32."""
+_MAX_REAL = (2 - 2**-23) * 2.0**127
+"""The largest number of fp32, in which every setting reaches the device."""
+_MAX_COUNT = 2**63 - 1
 
 # torch.Generator.manual_seed takes signed and unsigned 64-bit values.
 _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
@@ -82,9 +87,9 @@ class SamplingParams:
             "max_new_tokens": (_is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "an int >= 1"),
             "temperature": (
                 _is_real(heat) and (heat == 0 or heat >= MIN_TEMPERATURE),
-                f"0 (greedy) or a finite number >= {MIN_TEMPERATURE:g}",
+                f"0 (greedy) or a number >= {MIN_TEMPERATURE:g} that fp32 holds",
             ),
-            "top_k": (_is_int(self.top_k) and self.top_k >= 0, "an int >= 0, where 0 keeps every token"),
+            "top_k": (_is_count(self.top_k), "an int >= 0 of at most 64 bits, where 0 keeps every token"),
             "top_p": (_is_real(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
             "seed": (
                 self.seed is None or (_is_int(self.seed) and _MIN_SEED <= self.seed <= _MAX_SEED),
@@ -95,19 +100,19 @@ class SamplingParams:
                 "a non-empty string, or a tuple of such",
             ),
             "stop_token_ids": (
-                isinstance(ids, tuple) and all(_is_int(i) and i >= 0 for i in ids),
-                "a tuple of ints >= 0",
+                isinstance(ids, tuple) and all(map(_is_count, ids)),
+                "a tuple of ints >= 0 of at most 64 bits",
             ),
             "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
             "min_p": (_is_real(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]"),
             "presence_penalty": (_is_penalty(self.presence_penalty), "a number in [-2, 2]"),
             "frequency_penalty": (_is_penalty(self.frequency_penalty), "a number in [-2, 2]"),
             "repetition_penalty": (
-                _is_real(self.repetition_penalty) and self.repetition_penalty > 0,
-                "a number above 0, where 1 changes nothing",
+                _is_real(self.repetition_penalty) and _MIN_REPETITION <= self.repetition_penalty <= _MAX_REPETITION,
+                f"a number from {_MIN_REPETITION:g} to {_MAX_REPETITION:g}, where 1 changes nothing",
             ),
             "logit_bias": (_is_bias(self.logit_bias), "a tuple of pairs, a token id and a number in [-100, 100]"),
-            "min_tokens": (_is_int(self.min_tokens) and self.min_tokens >= 0, "an int >= 0"),
+            "min_tokens": (_is_count(self.min_tokens), "an int >= 0 of at most 64 bits"),
             "logprobs": (
                 self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
                 f"None or an int from 0 to {MAX_LOGPROBS}",
@@ -172,7 +177,7 @@ def _is_bias(value: object) -> bool:
     return isinstance(value, tuple) and all(
         isinstance(pair, tuple)
         and len(pair) == 2
-        and (_is_int(pair[0]) and pair[0] >= 0)
+        and _is_count(pair[0])
         and (_is_real(pair[1]) and -100 <= pair[1] <= 100)
         for pair in value
     )
@@ -182,5 +187,12 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_count(value: object) -> bool:
+    """Tell whether this is a number of something that a step can hand to the device: a larger one would fail the step,
+    and with it the requests of others."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_COUNT
+
+
 def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Python compares ints of any size; NaN compares with nothing.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_REAL

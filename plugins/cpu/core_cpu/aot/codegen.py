@@ -122,7 +122,7 @@ class _Job:
             for each, storage in zip(examples, storages, strict=True)
         )
         return cls(
-            modules=tuple(name for name in sys.modules if name.startswith(_OF_GRAPHS)),
+            modules=tuple(name for name in sys.modules.copy() if name.startswith(_OF_GRAPHS)),
             graph=GraphPickler.dumps(fx.GraphModule(torch.nn.Module(), nodes), Options(ops_filter=None)),
             memories=tuple(memories.values()),
             examples=tuple(described),
