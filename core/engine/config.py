@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from core.errors import UsageError
 
@@ -183,14 +183,14 @@ def _is_bias(value: object) -> bool:
     )
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_count(value: object) -> bool:
     """Tell whether this is a number of something that a step can hand to the device: a larger one would fail the step,
     and with it the requests of others."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_COUNT
+    return _is_int(value) and 0 <= value <= _MAX_COUNT
 
 
 def _is_real(value: object) -> bool:

@@ -145,16 +145,27 @@ def test_a_guess_decides_what_is_fetched_and_nothing_else() -> None:
     again = "ld.global.b32 %r1, [%rd1]; st.global.b32 [%rd0], %r1;"
     assert faults(GUESS + WAIT + again, **guess) == []
     assert "guesses weight" in faults(GUESS + WAIT + "st.global.b32 [%rd0], %r1;", **guess)[0]
-    confirmed = {"weight": allowed(guess=True, confirmed=True)}
-    assert faults(GUESS + WAIT + "st.global.b32 [%rd0], %r1;", **confirmed) == []
     # What a guess was added to, on one of two ways, and kept on the way through a branch.
     kept = "add.s32 %r5, %r1, 1; @%p1 bra $A; mov.u32 %r5, 0;\n$A:"
     assert "guesses weight" in faults(GUESS + kept + WAIT + "@%p2 bra $B; st.global.b32 [%rd0], %r5;\n$B:", **guess)[0]
     # A load on a condition leaves the guess where it does not run.
     partly = "@%p3 ld.global.b32 %r1, [%rd1]; st.global.b32 [%rd0], %r1;"
     assert "guesses weight" in faults(GUESS + WAIT + partly, **guess)[0]
-    for early in (guess, confirmed):
-        assert "L1 cache" in faults(GUESS.replace(".cg", "") + WAIT, **early)[0]
+    assert "L1 cache" in faults(GUESS.replace(".cg", "") + WAIT, **guess)[0]
+
+
+def test_a_guess_that_is_kept_is_compared_with_what_is_read_again() -> None:
+    confirmed = {"weight": allowed(guess=True, confirmed=True)}
+    use = "@%p1 bra $A; mov.u32 %r1, %r2;\n$A: st.global.b32 [%rd0], %r1;"
+    again, other = ("ld.global.b32 %r2, [%rd1];", "ld.global.b32 %r2, [%rd0];")
+    compared = "setp.eq.s32 %p1, %r1, %r2;"
+    assert faults(GUESS + WAIT + again + compared + use, **confirmed) == []
+    assert "guesses weight" in faults(GUESS + WAIT + again + compared + use, weight=allowed(guess=True))[0]
+    for wrong in (use, compared + use, again + use, other + compared + use, again + "setp.eq.s32 %p1, %r1, 7;" + use):
+        (found,) = faults(GUESS + WAIT + wrong, **confirmed)
+        assert "guesses weight" in found and "compares it with nothing that it reads there again" in found, wrong
+    late = GUESS.replace(".cg", "") + WAIT + again + compared + use
+    assert "L1 cache" in faults(late, **confirmed)[0]
 
 
 def test_what_the_kernel_before_waited_for_needs_that_kernel_before() -> None:

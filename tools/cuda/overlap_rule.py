@@ -43,8 +43,9 @@ def _faults(name: str, read: EarlyRead, reason: Any, before: str) -> Iterator[st
     if reason is None:
         yield f"reads through {name} before the wait, which READ_EARLY does not list"
         return
-    if reason.guess and read.used and not reason.confirmed:
-        yield f"guesses {name} before the wait and uses that after it, in {read.used}"
+    if reason.guess and read.used and not (reason.confirmed and read.compared):
+        unless = ", and compares it with nothing that it reads there again" if reason.confirmed else ""
+        yield f"guesses {name} before the wait and uses that after it, in {read.used}{unless}"
     if reason.after and reason.after != before:
         yield f"reads through {name} before the wait, and follows {before or 'no kernel'}, not {reason.after}"
     if (reason.guess or reason.after) and not read.past_l1:

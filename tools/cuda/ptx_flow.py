@@ -15,9 +15,10 @@ _WORD = re.compile(r"%?[A-Za-z_$][\w$.]*")
 _SHARED, _LOCAL = "*shared", "*local"
 _NO_RESULT = {"st", "red", "bar", "barrier", "bra", "cp", "prefetch", "mbarrier", "fence", "membar", "stmatrix"}
 
-ADDRESS, VALUE = "address", "value"
+ADDRESS, VALUE, AGAIN = "address", "value", "again"
 Origin = tuple[str, int]
-"""ADDRESS: the parameter of this number itself. VALUE: what was loaded from memory to which it points."""
+"""ADDRESS: the parameter of this number itself. VALUE: what was loaded before the wait from memory to which it points.
+AGAIN: what was loaded from there after it."""
 State = dict[str, frozenset[Origin]]
 """Origins by register."""
 UNKNOWN = -1
@@ -30,10 +31,10 @@ def waits(instruction: Instruction) -> bool:
     return instruction.kind == WAIT and not instruction.guard
 
 
-def loaded(state: State) -> State:
-    """Return the registers that have origins in memory, with those origins alone; of shared memory nothing is known."""
-    kept = {name: frozenset(o for o in origins if o[0] == VALUE) for name, origins in state.items() if name != _SHARED}
-    return {name: origins for name, origins in kept.items() if origins}
+def left_by_wait(state: State) -> State:
+    """Return the registers that have origins, if some were loaded, else none; of shared memory nothing is known."""
+    kept = {name: origins for name, origins in state.items() if name != _SHARED}
+    return kept if any(kind == VALUE for origins in kept.values() for kind, _ in origins) else {}
 
 
 class Names:
@@ -61,7 +62,7 @@ class Flow:
     """The origins before each instruction that is reached, up to a wait or, `past_wait`, to the kernel's end."""
 
     def __init__(self, code: Code, names: Names, begin: dict[int, State], *, past_wait: bool = False) -> None:
-        """Follow all ways from these places on; past_wait: with the origins given, loads add none."""
+        """Follow all ways from these places on; past_wait: they begin behind the wait."""
         self.code, self.names, self.past_wait = code, names, past_wait
         #: whether a way leads past the last instruction
         self.falls_off = False
@@ -125,8 +126,9 @@ class Flow:
         instruction = self.code.instructions[place]
         origins = self.names.origins(self.names.taken[place], state)
         if instruction.kind == READ:
-            new = set() if self.past_wait else self.names.parameters(self.code, instruction, state)
-            origins = frozenset(o for o in origins if o[0] == VALUE).union((VALUE, n) for n in new)
+            kind = AGAIN if self.past_wait else VALUE
+            read = ((kind, number) for number in self.names.parameters(self.code, instruction, state))
+            origins = frozenset(o for o in origins if o[0] != ADDRESS).union(read)
         for name in self.names.given[place]:
             if instruction.guard or name in (_SHARED, _LOCAL):
                 origins = origins | state.get(name, _NONE)  # what was there may stay

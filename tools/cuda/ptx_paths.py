@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ptx_code import CALL, READ, RETURN, START, STORE, WAIT, Code, read_ptx
-from ptx_flow import UNKNOWN, VALUE, Flow, Names, State, loaded, waits
+from ptx_flow import AGAIN, UNKNOWN, VALUE, Flow, Names, State, left_by_wait, waits
 
 __all__ = ["UNKNOWN", "EarlyRead", "Findings", "analyse"]
 
 _PAST_L1 = {"cg", "cv", "volatile", "relaxed", "acquire"}
+_COMPARES = {"setp", "set", "xor"}
 _FAULTS = {
     STORE: "stores",
     RETURN: "ends",
@@ -33,6 +34,8 @@ class EarlyRead:
     past_l1: bool = True
     #: an instruction after the wait that takes what was loaded or what was computed from it, or ""
     used: str = ""
+    #: whether an instruction compares it with what is loaded there again after the wait
+    compared: bool = False
 
 
 @dataclass(slots=True)
@@ -50,11 +53,11 @@ def analyse(text: str) -> tuple[Code, Findings]:
     names = Names(code)
     flow = Flow(code, names, {0: {}})
     found = Findings()
-    behind: dict[int, State] = {}  # what registers hold after each wait, of what was loaded
+    behind: dict[int, State] = {}  # what registers hold after each wait, where some of it was loaded
     for place, state in flow.steps():
         instruction = code.instructions[place]
         if waits(instruction):
-            behind |= {place + 1: values} if (values := loaded(state)) else {}
+            behind |= {place + 1: left} if (left := left_by_wait(state)) else {}
         elif instruction.kind == WAIT:
             found.faults.append(f"waits on a condition only: {instruction}")
         elif instruction.kind in _FAULTS:
@@ -66,7 +69,10 @@ def analyse(text: str) -> tuple[Code, Findings]:
     if flow.falls_off:
         found.faults.append("ends before the wait on some way through it: no instruction follows")
     for place, state in Flow(code, names, behind, past_wait=True).steps():
-        for kind, number in names.origins(names.taken[place], state):
-            if kind == VALUE and number in found.reads:
-                found.reads[number].used = found.reads[number].used or str(code.instructions[place])
+        instruction, origins = code.instructions[place], names.origins(names.taken[place], state)
+        compares = instruction.opcode.partition(".")[0] in _COMPARES
+        for number in {number for kind, number in origins if kind == VALUE}.intersection(found.reads):
+            read = found.reads[number]
+            read.used = read.used or str(instruction)
+            read.compared |= compares and (AGAIN, number) in origins
     return code, found

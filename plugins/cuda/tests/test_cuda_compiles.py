@@ -199,6 +199,7 @@ PLANTED = {
     "reads_early": ["reads through pair[1] before the wait, which READ_EARLY does not list"],
     "uses_a_guess": ["guesses guess before the wait and uses that after it, in "],
     "confirms_a_guess": [],
+    "keeps_a_guess": ["guesses guess before the wait and uses that after it, in "],
     "reads_by_the_first_cache": ["reads through guess before the wait by the L1 cache"],
     "follows_another": [],
     "follows_another, wrongly": ["reads through settled before the wait, and follows follows_another, not right"],

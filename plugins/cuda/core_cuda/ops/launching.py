@@ -40,7 +40,7 @@ class Early:
     why: str
     #: whether what is read may be out of date: it decides what is fetched, and is read anew after the wait
     guess: bool = False
-    #: whether what a guess leads to is also used after the wait, if that reads the same
+    #: whether what a guess leads to is also used after the wait, where it turns out to be what is read then
     confirmed: bool = False
     #: the kernel that is launched just before this one, and starts it only after a wait for all that wrote there
     after: str = ""
