@@ -70,7 +70,13 @@ def step_graph(
     _check(loaded, phase, batch, tokens)
     batch = batch if phase == "decode" else 1
     length = tokens + _ROOM if loaded.max_position is None else min(tokens + _ROOM, loaded.max_position)
-    config = EngineConfig(max_num_seqs=batch, kv_cache_dtype=kv_cache_dtype, options=CompileOptions(mode="off"))
+    config = EngineConfig(
+        max_num_seqs=batch,
+        max_step_tokens=max(tokens, batch) if phase == "prefill" else None,
+        prefix_caching=False,
+        kv_cache_dtype=kv_cache_dtype,
+        options=CompileOptions(mode="off"),
+    )
     try:
         with torch.inference_mode(False):
             runner = PagedRunner(loaded.model, device, config, max_model_len=length)
@@ -135,10 +141,12 @@ def _inputs(
     for index in range(batch):
         prompt = [(3 + 7 * place + index) % _SMALL for place in range(tokens)]
         sequence = Sequence(index, prompt, params)
-        runner.cache.join(sequence)
-        if phase == "decode":
-            sequence.num_computed, sequence.generated = tokens, [3]
-        runner.cache.grow(sequence, len(sequence))
+        if not _fill(runner, sequence, block_size, 0 if phase == "prefill" else tokens):
+            raise UsageError(
+                f"the kernels of a step of {batch} sequences with {tokens} tokens",
+                found=f"the device's memory has room for a cache of {index} of them",
+                remedy="ask for fewer sequences or a shorter context",
+            )
         parts.append(Part(sequence, 1 if phase == "decode" else tokens))
     step = Step("decode" if phase == "decode" else "prefill", tuple(parts))
     tensors = step_tensors(
@@ -151,6 +159,23 @@ def _inputs(
     )
     rows = torch.tensor([GREEDY_ROW] * batch, dtype=torch.float32).to(device.torch_device)
     return {**tensors, "sampling_params": rows}
+
+
+def _fill(runner: PagedRunner, sequence: Sequence, block_size: int, tokens: int) -> bool:
+    """Have the cache hold so many tokens of a prompt, and blocks for the next step; False without room for them.
+
+    Block by block, as layers with a window have room for no more of them than the window needs.
+    """
+    if not runner.cache.join(sequence):
+        return False
+    if tokens:
+        sequence.generated = [3]
+    for held in (*range(block_size, tokens, block_size), *((tokens,) if tokens else ())):
+        if not runner.cache.grow(sequence, held):
+            return False
+        sequence.num_computed = sequence.num_settled = held
+        runner.cache.settle(sequence)
+    return runner.cache.grow(sequence, len(sequence))
 
 
 def _trace(phase: CachedPhase, inputs: Mapping[str, Tensor]) -> TracedGraph:

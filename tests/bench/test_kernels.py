@@ -19,9 +19,13 @@ from core.bench.model import open_model
 from core.bench.rates import Rates
 from core.bench.text import kernel_tables
 from core.cli import main
+from core.engine.models.loading import build_model
+from core.engine.models.tiny import tiny_config
+from core.engine.steps.inputs import table_names
 from core.errors import UsageError
 from core.explain.layers import OUTSIDE
 from core.explain.moves import moved
+from core.explain.step import step_graph
 from core.explain.timing import DEVICE, HOST, KernelTime, by_node
 from tests.marks import slow_except
 from tests.support import cpu, refused
@@ -187,6 +191,17 @@ def test_kernels_are_those_of_a_quantised_cache_where_it_was_asked_for() -> None
     mamba, _ = open_model("mamba", None, cpu(), "auto")
     with refused(UsageError, "paged cache"):
         profile_phase(mamba, cpu(), "decode", tokens=24, rates=RATES, kv_cache_dtype="fp8")
+
+
+def test_layers_with_a_window_hold_what_it_needs_of_each_sequence() -> None:
+    """For those of a whole context the cache of these layers has no room, and a served step holds no more."""
+    config = tiny_config("gpt_oss", sliding_window=16)
+    loaded = build_model(config, torch_device=torch.device("cpu"), dtype=torch.float32)
+    with step_graph(loaded, cpu(ops=()), "decode", batch=32, tokens=240) as step:
+        tables = [step.inputs[table_names(group)[0]] for group in range(2)]
+        held = sorted(int((table != 0).sum(1).max()) for table in tables)
+        assert held[0] <= 16 // 16 + 2 < held[1] == 241 // 16 + 1
+        assert bool((step.inputs["seq_lens"] == 241).all())
 
 
 @pytest.mark.slow
