@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, fx
 
 import core
+from core.common.ops.canonical import OPS
+from core.common.ops.sampling import ARGMAX
 from core.common.under_way import UnderWay
 from core_cpu.aot import codegen
 from core_cpu.aot.direct_calls import DirectCalls
@@ -68,6 +70,34 @@ def test_a_job_that_was_pickled_writes_the_same_code(tmp_path: Path) -> None:
     assert job.memories == (X.untyped_storage().nbytes(), W.untyped_storage().nbytes())  # the row lies in the weight
     job.run()
     assert sources(there) == sources(here) and next(iter(declarations.values())).split("(")[0] in sources(here)
+
+
+def test_a_graph_that_calls_functions_of_python_can_be_told_to_a_worker(tmp_path: Path) -> None:
+    """References stand where no implementation takes a call, as for the choice of tokens in a served step."""
+    targets = [*(op.reference for op in OPS), *(each.fn for each in core.select_device("cpu").ops)]
+    graph = fx.Graph()
+    for target in targets:
+        graph.call_function(target)
+    graph.output(())
+    pickle.dumps(codegen._Job.of(fx.GraphModule({}, graph), [], {}, str(tmp_path)))
+    assert [node.target for node in graph.nodes][:-1] == targets  # as they were
+    graph = fx.Graph()
+    chosen = graph.call_function(ARGMAX.reference, (graph.placeholder("logits"),))
+    graph.output((graph.call_function(torch.add, (chosen, 1)),))
+    pickle.loads(pickle.dumps(codegen._Job.of(fx.GraphModule({}, graph), [X], {}, str(tmp_path)))).run()
+    assert "argmax" in sources(tmp_path)
+
+
+def test_a_graph_that_no_worker_can_be_told_of_is_compiled_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph = fx.Graph()
+    graph.output((graph.call_function(lambda x: x, (graph.placeholder("x"),)),))
+    monkeypatch.setattr(codegen, "generate", lambda *given: ["here"])
+    with caplog.at_level("INFO", "core.cpu"):
+        work = UnderWay(codegen.generate_apart(fx.GraphModule({}, graph), [X], {}, str(tmp_path)))
+        assert ended(work) == ["here"]
+    assert "can't be told to a worker" in caplog.text and "<lambda>" in caplog.text
 
 
 def summed(x: Tensor, rows: Tensor) -> tuple[Tensor, ...]:

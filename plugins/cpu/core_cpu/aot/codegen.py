@@ -6,6 +6,7 @@ import atexit
 import importlib
 import logging
 import os
+import pickle
 import shutil
 import sys
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from core.common.ops.declaration import declared_ops
 from core.common.under_way import Steps
 from core.errors import one_line
 from core_cpu.aot.torch_state import TorchState
@@ -69,7 +72,12 @@ def generate_apart(
     """
     yield _at_once
     try:
-        future = _WORKERS.submit(_Job.of(graph, examples, declarations, folder))
+        job = _Job.of(graph, examples, declarations, folder)
+    except Exception as error:
+        log.info("a graph is compiled in this process, as it can't be told to a worker: %s", one_line(str(error)))
+        return generate(graph, examples, declarations, folder)
+    try:
+        future = _WORKERS.submit(job)
         end = time.monotonic() + _LONGEST_S
         try:
             yield lambda: future.done() or time.monotonic() > end
@@ -94,6 +102,9 @@ class _Job:
     modules: tuple[str, ...]
     #: by torch's pickler of graphs
     graph: bytes
+    #: by Python's pickler: by the place of a node the Python function that it calls, or the name of the op whose
+    #: reference that is. torch's pickler takes functions of torch alone, Python's none that has a check before it
+    functions: bytes
     #: bytes of each piece of memory
     memories: tuple[int, ...]
     #: of each example: dtype, memory, offset, shape, stride
@@ -112,8 +123,13 @@ class _Job:
 
         nodes = fx.Graph()
         nodes.output(nodes.graph_copy(graph.graph, {}))
-        for node in nodes.nodes:
+        functions: dict[int, FunctionType | str] = {}
+        references = {op.reference: name for name, op in declared_ops().items()}
+        for place, node in enumerate(nodes.nodes):
             node.meta.clear()
+            if isinstance(node.target, FunctionType) and not node.target.__module__.startswith("torch"):
+                functions[place] = references.get(node.target, node.target)
+                node.target = torch.add  # any that can be pickled
         storages = [tensor.untyped_storage() for tensor in examples]
         memories = {storage.data_ptr(): storage.nbytes() for storage in storages}
         places = {address: place for place, address in enumerate(memories)}
@@ -124,6 +140,7 @@ class _Job:
         return cls(
             modules=tuple(name for name in sys.modules.copy() if name.startswith(_OF_GRAPHS)),
             graph=GraphPickler.dumps(fx.GraphModule(torch.nn.Module(), nodes), Options(ops_filter=None)),
+            functions=pickle.dumps(functions),
             memories=tuple(memories.values()),
             examples=tuple(described),
             declarations={(op.namespace, op._opname, op._overloadname): text for op, text in declarations.items()},
@@ -154,6 +171,10 @@ class _Job:
         named = ((getattr(torch.ops, namespace), name, which) for namespace, name, which in self.declarations)
         ops = [getattr(getattr(namespace, name), which) for namespace, name, which in named]
         graph: Any = GraphPickler.loads(self.graph, FakeTensorMode(shape_env=ShapeEnv()))
+        called = list(graph.graph.nodes)
+        for place, function in pickle.loads(self.functions).items():
+            called[place].target = declared_ops()[function].reference if isinstance(function, str) else function
+        graph.recompile()
         return generate(graph, examples, dict(zip(ops, self.declarations.values(), strict=True)), self.folder)
 
 
