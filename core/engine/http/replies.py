@@ -12,9 +12,12 @@ from core.engine.http.errors import ApiError
 from core.engine.http.generation import Choice, Generation
 from core.engine.http.texts import Texts
 from core.engine.serve.request import RequestOutput
+from core.engine.serve.token_texts import TokenText
 from core.engine.steps.sequence import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
+Names = Mapping[int, TokenText]
+"""By token id."""
 
 
 class Shape(Protocol):
@@ -33,7 +36,9 @@ class Shape(Protocol):
     def all(self, choice: Choice, text: str) -> dict[str, Any]:
         """Return a choice with its whole text."""
 
-    def logprobs(self, choice: Choice, tokens: Sequence[TokenLogprobs], names: Mapping[int, str]) -> dict[str, Any]:
+    def logprobs(
+        self, choice: Choice, tokens: Sequence[TokenLogprobs], names: Mapping[int, TokenText]
+    ) -> dict[str, Any]:
         """Return how probable some tokens of a choice are, in order."""
 
 
@@ -58,14 +63,16 @@ class CompletionShape:
         echo = self._echoes[choice.index // self._n] if self._echoes else ""
         return self.delta(choice, echo + text)
 
-    def logprobs(self, choice: Choice, tokens: Sequence[TokenLogprobs], names: Mapping[int, str]) -> dict[str, Any]:
+    def logprobs(
+        self, choice: Choice, tokens: Sequence[TokenLogprobs], names: Mapping[int, TokenText]
+    ) -> dict[str, Any]:
         """Return parallel lists; offsets count characters of the tokens, each taken alone."""
         texts = [names[each.token_id] for each in tokens]
-        *offsets, choice.num_chars = accumulate(map(len, texts), initial=choice.num_chars)
+        *offsets, choice.num_chars = accumulate((len(each.text) for each in texts), initial=choice.num_chars)
         return {
-            "tokens": texts,
+            "tokens": [each.label for each in texts],
             "token_logprobs": [each.logprob for each in tokens],
-            "top_logprobs": [{names[token]: logprob for token, logprob in each.top} for each in tokens],
+            "top_logprobs": [{names[token].label: logprob for token, logprob in each.top} for each in tokens],
             "text_offset": offsets,
         }
 
@@ -88,11 +95,13 @@ class ChatShape:
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": choice.index, "message": message, "logprobs": None, "finish_reason": None}
 
-    def logprobs(self, choice: Choice, tokens: Sequence[TokenLogprobs], names: Mapping[int, str]) -> dict[str, Any]:
+    def logprobs(
+        self, choice: Choice, tokens: Sequence[TokenLogprobs], names: Mapping[int, TokenText]
+    ) -> dict[str, Any]:
         """Return one object for each token."""
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
-            return {"token": names[token], "logprob": logprob, "bytes": list(names[token].encode(errors="replace"))}
+            return {"token": names[token].text, "logprob": logprob, "bytes": list(names[token].data)}
 
         content = [
             entry(each.token_id, each.logprob) | {"top_logprobs": [entry(*pair) for pair in each.top]}

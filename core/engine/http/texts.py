@@ -13,6 +13,7 @@ from core.engine.config import SamplingParams
 from core.engine.models.loading import LoadedModel
 from core.engine.serve.grammar import constraint
 from core.engine.serve.prompts import EncodedPrompt, Prompt, encode_prompt
+from core.engine.serve.token_texts import TokenText, token_texts
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ class Texts:
     def __init__(self, loaded: LoadedModel, max_model_len: int) -> None:
         self._loaded = replace(loaded, tokenizer=copy.deepcopy(loaded.tokenizer))
         self._max_model_len = max_model_len
-        self._names: dict[int, str] = {}  # no more than the vocabulary
+        self._names: dict[int, TokenText] = {}  # no more than the vocabulary
         self._thread = ThreadPoolExecutor(1, "core-text")
 
     @property
@@ -52,12 +53,12 @@ class Texts:
             )
         )
 
-    async def names(self, token_ids: Iterable[int]) -> Mapping[int, str]:
-        """Return at least these tokens with the text of each alone; `ModelError` without a tokenizer."""
+    async def names(self, token_ids: Iterable[int]) -> Mapping[int, TokenText]:
+        """Return at least these tokens with what each stands for; `ModelError` without a tokenizer."""
         missing = [each for each in set(token_ids) if each not in self._names]
         if missing:
             tokenizer = self._loaded.require_tokenizer()
-            self._names |= await self._run(lambda: {each: str(tokenizer.decode([each])) for each in missing})
+            self._names |= await self._run(lambda: token_texts(tokenizer, missing))
         return self._names
 
     def close(self) -> None:

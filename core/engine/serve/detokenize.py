@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Decoder(Protocol):
@@ -79,12 +79,12 @@ class Detokenizer:
     def _may_change(self, text: str, token_id: int) -> bool:
         # A run of byte tokens becomes text as a whole: one bad byte turns even the good characters before it into
         # replacement characters. A token without text of its own (a special one) does not end the run.
-        if _BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""):
+        if BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""):
             self._in_byte_run = True
         elif text != self._last_text:
             self._in_byte_run = False
         self._last_text = text
-        return self._in_byte_run or len(text) <= len(self._given_text) or text.endswith(_REPLACEMENT)
+        return self._in_byte_run or len(text) <= len(self._given_text) or text.endswith(REPLACEMENT)
 
     def _give(self, text: str) -> str:
         new = text[len(self._given_text) :]
