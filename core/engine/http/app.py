@@ -35,7 +35,7 @@ from core.engine.http.texts import Texts
 from core.engine.serve.async_engine import AsyncEngine
 from core.engine.serve.engine import Engine
 from core.engine.serve.prompts import EncodedPrompt, Prompt
-from core.errors import CoreError, ModelError
+from core.errors import CoreError, ModelError, one_line
 
 _SHORT = 200
 """Characters of a path that an answer repeats."""
@@ -238,6 +238,9 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 async def _refuse(http: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         error = of_validation(error)
+    elif isinstance(error, HTTPException) and error.status_code == 400:
+        found = one_line(str(error.__cause__ or error.detail))  # such as a number of more digits than Python reads
+        error = ApiError(400, f"the body can't be read: {found}", code="invalid_json")
     elif isinstance(error, HTTPException):
         paths = sorted({route.path for route in http.app.routes if isinstance(route, APIRoute)})
         asked = f"{http.method} {http.url.path[:_SHORT]}"

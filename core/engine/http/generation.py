@@ -17,6 +17,7 @@ from core.engine.http.load import max_running
 from core.engine.http.metrics import Metrics
 from core.engine.http.texts import Texts
 from core.engine.serve.async_engine import AsyncEngine
+from core.engine.serve.grammar import GrammarsNotInstalledError
 from core.engine.serve.prompts import EncodedPrompt, Prompt
 from core.engine.serve.request import Completion, RequestOutput
 from core.engine.serve.tickets import Receive, Ticket
@@ -177,6 +178,10 @@ class Generation:
     ) -> list[EncodedPrompt]:
         try:
             await texts.check_grammar(params)
+        except GrammarsNotInstalledError as error:
+            log.warning("a request is refused: %s", error)  # its remedy is the server's matter, not the client's
+            message = f"this server has no library for {error.asked}; leave {asked.grammar_field!r} out"
+            raise ApiError(400, message, param=asked.grammar_field, code="unsupported_parameter") from None
         except CoreError as error:
             raise of_core(error, param=asked.grammar_field, code="invalid_grammar") from None
         try:

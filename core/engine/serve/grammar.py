@@ -23,6 +23,10 @@ _KEPT = 64
 """Grammars that stay compiled, for each model."""
 
 
+class GrammarsNotInstalledError(UsageError):
+    """An answer has to match a grammar, and the library for it is not installed."""
+
+
 class Constraint:
     """Which tokens the grammar allows one sequence next."""
 
@@ -106,8 +110,8 @@ _LOCK = threading.Lock()
 def constraint(loaded: LoadedModel, params: SamplingParams) -> Constraint | None:
     """Return the constraint of a new sequence, None if its parameters set none. Safe in any thread.
 
-    Raises `UsageError` for a schema or expression that can't be used, or where llguidance is not installed, and
-    `ModelError` where the model has no tokenizer for it.
+    Raises `UsageError` for a schema or expression that can't be used, `GrammarsNotInstalledError` where llguidance is
+    not installed, and `ModelError` where the model has no tokenizer for it.
     """
     kind = "json_schema" if params.json_schema is not None else "regex"
     text = params.json_schema if params.json_schema is not None else params.regex
@@ -124,7 +128,7 @@ def _llguidance(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise UsageError(
+        raise GrammarsNotInstalledError(
             "an answer that matches a grammar",
             found=f"the module {error.name!r} is not installed",
             remedy=pip_install("structured"),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
+from core.engine.serve import grammar
 from core.engine.serve.engine import Engine
 from tests.engine.http.serving import TEMPLATE, TEXTS, Brake, Served, openai, serving, wait_for
 
@@ -140,6 +143,20 @@ def test_a_grammar_that_grows_too_large_is_said(served: Served) -> None:
     body = {"prompt": "This", "max_tokens": 9, "guided_regex": "(a{1000}){1000}"}
     assert error(served.post("/v1/completions", **body), 400)["code"] == "invalid_grammar"
     assert served.post("/v1/completions", **BODY).status_code == 200
+
+
+def test_what_the_server_lacks_is_not_the_grammars_fault(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)  # as if it were not installed
+    monkeypatch.setattr(grammar, "_OF_MODELS", WeakKeyDictionary())
+    found = error(served.post("/v1/completions", **BODY, guided_regex="[0-9]+"), 400)
+    assert (found["param"], found["code"]) == ("guided_regex", "unsupported_parameter")
+    assert "pip" not in found["message"] and sys.prefix not in found["message"]
+
+
+def test_a_number_of_more_digits_than_python_reads_is_refused_as_a_value(served: Served) -> None:
+    body = f'{{"prompt": "This", "seed": {"9" * 5000}}}'
+    answer = served.http.post("/v1/completions", content=body.encode(), headers={"Content-Type": "application/json"})
+    assert "digits" in error(answer, 400)["message"]
 
 
 def test_without_the_key_nothing_is_told_but_health(engine: Engine) -> None:
