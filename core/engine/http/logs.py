@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -27,9 +28,15 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_as_json(level: int = logging.INFO) -> None:
-    """Have the whole process log so, on standard error."""
+    """Have the whole process log so, on standard error, warnings of Python and what transformers says included."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+    logging.captureWarnings(True)
+    with suppress(ImportError):
+        from transformers.utils import logging as of_transformers
+
+        of_transformers.disable_default_handler()
+        of_transformers.enable_propagation()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -221,3 +222,12 @@ def test_lines_of_the_log_are_json_and_tell_nothing_private(served: Served, capl
     assert (http["path"], http["status"], refused["status"]) == ("/v1/completions", 200, 400)
     assert generation["first_token_ms"] <= generation["duration_ms"] <= http["duration_ms"] + 1
     assert not any("private" in line for line in text)
+
+
+def test_what_libraries_warn_of_is_a_line_of_the_log_too() -> None:
+    script = "import warnings, core.engine.http.logs as logs; logs.log_as_json(); warnings.warn('old\\nways')\n"
+    script += "from transformers.utils import logging; logging.get_logger('transformers.x').warning('falls back')"
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
+    first, second = map(json.loads, told.splitlines())
+    assert first["logger"] == "py.warnings" and "old\nways" in first["event"]
+    assert (second["logger"], second["event"], second["level"]) == ("transformers.x", "falls back", "warning")
