@@ -169,7 +169,7 @@ def _fill(runner: PagedRunner, sequence: Sequence, block_size: int, tokens: int)
     if not runner.cache.join(sequence):
         return False
     if tokens:
-        sequence.generated = [3]
+        sequence.generated = [sequence.index % _SMALL]  # of one token all would choose the same experts
     for held in (*range(block_size, tokens, block_size), *((tokens,) if tokens else ())):
         if not runner.cache.grow(sequence, held):
             return False
