@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,10 @@ _TYPES: Mapping[int, str] = {
     503: "server_error",
 }
 """OpenAI's error type of each status; `invalid_request_error` for all others."""
+
+
+_OF_A_UNION = re.compile(r"str|constrained-str|list\[.*")
+"""What pydantic puts into a field's place for the kind of a union that it tried there."""
 
 
 class ApiError(Exception):
@@ -60,13 +65,13 @@ def of_core(error: CoreError, *, status: int = 400, param: str | None = None, co
 
 
 def of_validation(error: RequestValidationError) -> ApiError:
-    """Return the first fault of a body's shape, with the field that has it."""
-    first = error.errors()[0]
+    """Return the first fault of a body's shape, with the field that has it; of those of a union the innermost one."""
+    first = max(error.errors(), key=lambda each: len(each["loc"]))
     if first["type"] == "json_invalid":
         return ApiError(
             400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="invalid_json"
         )
-    where = [str(part) for part in first["loc"][1:]]
+    where = [part for part in map(str, first["loc"][1:]) if not _OF_A_UNION.fullmatch(part)]
     param = where[0] if where else None
     if first["type"] == "extra_forbidden":
         name = ".".join(where)

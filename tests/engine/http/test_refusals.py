@@ -84,6 +84,7 @@ def test_a_field_is_named(served: Served, field: str, value: Any, code: str) -> 
 )
 def test_a_message_of_another_shape_is_refused(served: Served, message: Any, code: str) -> None:
     found = error(served.post("/v1/chat/completions", messages=[message]), 400)
+    assert "[" not in found["message"] and "str" not in found["message"].split()[0]
     assert found["param"] == "messages" and found["code"] in (code, "invalid_value", "unsupported_parameter")
 
 
