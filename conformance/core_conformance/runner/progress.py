@@ -21,11 +21,11 @@ _SILENCE_S = 20.0
 
 
 class Progress:
-    """Tells how far a run is, on standard error: a bar on a terminal, else one line per finished area, and one at least
-    every `_SILENCE_S` seconds in which a case ended.
+    """Tells how far a run is, on standard error: a bar on a terminal, else one line per finished area, and one after
+    `_SILENCE_S` seconds without any.
 
-    Use as a context manager around `running.run`, which calls `collected` and `finished`. console: another place than
-    standard error.
+    Use as a context manager around `session.run`, which calls `collected`, `finished` and `waiting`. console: another
+    place than standard error.
     """
 
     def __init__(self, *, console: Console | None = None) -> None:
@@ -84,9 +84,23 @@ class Progress:
             numbers = counts_text(Counter(each.status for each in seen.values()))
             took = seconds_text(sum(each.elapsed_s for each in seen.values()))
             self._tell(f"{outcome.area}: {numbers} ({took})")
-        elif time.monotonic() - self._told_s > _SILENCE_S:
+        else:
+            self._tell_how_far()
+
+    def waiting(self, case_id: str, elapsed_s: float) -> None:
+        """Take note that no case has ended for a while; case_id: the one that has run longest, for so many seconds."""
+        if elapsed_s < _SILENCE_S:
+            return
+        running = f"{case_id} runs for {seconds_text(elapsed_s)}"
+        self._bar.update(self._task, description=running)
+        if not self._console.is_terminal:
+            self._tell_how_far(f"; {running}")
+
+    def _tell_how_far(self, more: str = "") -> None:
+        if time.monotonic() - self._told_s > _SILENCE_S:
             done, open_ = (sum(map(len, cases.values())) for cases in (self._seen, self._left))
-            self._tell(f"{done} of {done + open_} cases done{f', {bad}' if bad else ''}")
+            bad = f", {self._num_bad} failed" if self._num_bad else ""
+            self._tell(f"{done} of {done + open_} cases done{bad}{more}")
 
     def _tell(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)

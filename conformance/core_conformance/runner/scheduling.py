@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -13,6 +14,9 @@ from core_conformance.outcome import Outcome
 from core_conformance.runner.lanes import Lane
 
 Finished = Callable[[Outcome], None]
+Waiting = Callable[[str, float], None]
+"""Takes the id of the case that has run longest, and for how many seconds."""
+WAIT_S = 1.0
 
 
 class _Work:
@@ -36,20 +40,26 @@ class _Work:
         return deque(reversed([longest.pop() for _ in range((len(longest) + 1) // 2)]))
 
 
-def run_all(lanes: Sequence[Lane], cases: Sequence[CaseInfo], finished: Finished) -> None:
+def run_all(
+    lanes: Sequence[Lane], cases: Sequence[CaseInfo], finished: Finished, waiting: Waiting | None = None
+) -> None:
     """Run cases on lanes, in a thread each, and call `finished` with each outcome, in the calling thread.
 
+    waiting: called there too, after each `WAIT_S` seconds in which no case ended.
     Lanes but the first are closed when there is nothing left for them. What `finished` raises, or a KeyboardInterrupt,
     ends the run: all lanes are closed, and so are the processes behind them.
     """
     work = _Work(cases, len(lanes))
     done: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
     stop = threading.Event()
+    under_way: dict[int, tuple[float, str]] = {}
 
     def serve(number: int) -> None:
         try:
             while not stop.is_set() and (case := work.take(number)) is not None:
+                under_way[number] = time.monotonic(), case.id
                 done.put(lanes[number].run(case))
+                del under_way[number]
             if number:
                 lanes[number].close()
             done.put(None)
@@ -61,7 +71,10 @@ def run_all(lanes: Sequence[Lane], cases: Sequence[CaseInfo], finished: Finished
         thread.start()
     try:
         for outcome in _until_done(done, len(threads)):
-            finished(outcome)
+            if outcome is not None:
+                finished(outcome)
+            elif waiting is not None and (oldest := min(under_way.copy().values(), default=None)) is not None:
+                waiting(oldest[1], time.monotonic() - oldest[0])
     except BaseException:
         stop.set()
         for lane in lanes:
@@ -72,9 +85,14 @@ def run_all(lanes: Sequence[Lane], cases: Sequence[CaseInfo], finished: Finished
             thread.join()
 
 
-def _until_done(done: queue.SimpleQueue[Outcome | BaseException | None], num_lanes: int) -> Iterator[Outcome]:
+def _until_done(done: queue.SimpleQueue[Outcome | BaseException | None], num_lanes: int) -> Iterator[Outcome | None]:
+    """Yield outcomes as they come, and None after each wait in vain."""
     while num_lanes:
-        item = done.get()
+        try:
+            item = done.get(timeout=WAIT_S)
+        except queue.Empty:
+            yield None
+            continue
         if isinstance(item, BaseException):
             raise item
         if item is None:

@@ -178,8 +178,9 @@ class _Outcomes:
                 for case in (*shared, *alone):
                     self._finished(lanes[0].run(case))
             else:
-                run_all(lanes, shared, self._finished)
-                run_all(lanes[:1], alone, self._finished)
+                waiting = None if self._progress is None else self._progress.waiting
+                run_all(lanes, shared, self._finished, waiting)
+                run_all(lanes[:1], alone, self._finished, waiting)
         except _Stopped:
             pass
         except KeyboardInterrupt as interrupt:

@@ -193,6 +193,16 @@ def test_progress_is_told_between_areas_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert told == ["1 of 4 cases done", "2 of 4 cases done, 1 failed", "3 of 4 cases done, 1 failed"]
 
 
+def test_a_case_that_takes_long_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = StringIO()
+    with Progress(console=Console(file=file, width=100)) as progress:
+        progress.collected([CaseInfo(id="ops/a", what="")])
+        progress.waiting("ops/a", 90.0)  # something was told a moment before
+        monkeypatch.setattr("core_conformance.runner.progress._SILENCE_S", -1.0)
+        progress.waiting("ops/a", 91.0)
+    assert file.getvalue() == "0 of 1 cases done; ops/a runs for 1 min 31 s\n"
+
+
 def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
     text = progress_text(*EVERY_STATUS, ids=IDS, terminal=True)
     assert "8/8" in text and "4 failed" in text

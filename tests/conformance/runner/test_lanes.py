@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -16,6 +17,7 @@ from core_conformance.case import CaseInfo
 from core_conformance.outcome import Outcome
 from core_conformance.runner import lanes, session
 from core_conformance.runner.lanes import WORKER, Opening, ProcessLane
+from core_conformance.runner.progress import Progress
 from core_conformance.runner.protocol import WorkerOptions
 from core_conformance.runner.scheduling import run_all
 from core_conformance.runner.session import Options, run
@@ -168,7 +170,7 @@ def test_a_device_that_does_not_open_again_costs_no_time_for_each_case(tmp_path:
 def test_an_interruption_kills_the_workers_and_goes_through() -> None:
     pids: list[int] = []
 
-    class Interrupting:
+    class Interrupting(Progress):
         def collected(self, cases: Sequence[CaseInfo]) -> None:
             assert [case.id for case in cases] == ["host/pass", "ops/time.sleep(60)"]
 
@@ -232,6 +234,25 @@ def test_a_fault_in_a_lane_ends_the_run() -> None:
     with pytest.raises(ZeroDivisionError):
         run_all(lanes, infos(*(f"ops/slow-{n}/x" for n in range(50))), lambda outcome: None)
     assert all(lane.closed for lane in lanes) and len(lanes[0].ran) < 50
+
+
+def test_the_case_that_takes_longest_is_told_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+
+    class Waited(FakeLane):
+        def run(self, case: CaseInfo) -> Outcome:
+            assert told.wait(60.0) or case.id != "ops/long/x"
+            return super().run(case)
+
+    def waiting(case_id: str, elapsed_s: float) -> None:
+        assert case_id in ("ops/long/x", "ops/quick/x") and elapsed_s > 0
+        if case_id == "ops/long/x":
+            told.set()
+
+    monkeypatch.setattr("core_conformance.runner.scheduling.WAIT_S", 0.01)
+    done: list[str] = []
+    run_all([Waited()], infos("ops/long/x", "ops/quick/x"), lambda outcome: done.append(outcome.id), waiting)
+    assert told.is_set() and done == ["ops/long/x", "ops/quick/x"]
 
 
 @pytest.mark.slow

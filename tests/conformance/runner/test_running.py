@@ -116,6 +116,9 @@ class Watch:
     def finished(self, outcome: Outcome) -> None:
         self.ids.append(outcome.id)
 
+    def waiting(self, case_id: str, elapsed_s: float) -> None:
+        assert case_id in self.cases and case_id not in self.ids and elapsed_s > 0
+
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuiteModules]:
