@@ -136,7 +136,7 @@ def _check(loaded: LoadedModel, phase: str, batch: int, tokens: int) -> None:
 def _inputs(
     runner: PagedRunner, device: Device, block_size: int, length: int, phase: str, batch: int, tokens: int
 ) -> dict[str, Tensor]:
-    params = SamplingParams(max_new_tokens=1 if phase == "prefill" else _ROOM)
+    params = SamplingParams(max_new_tokens=max(1, length - tokens))
     parts = []
     for index in range(batch):
         prompt = [(3 + 7 * place + index) % _SMALL for place in range(tokens)]

@@ -204,6 +204,12 @@ def test_layers_with_a_window_hold_what_it_needs_of_each_sequence() -> None:
         assert bool((step.inputs["seq_lens"] == 241).all())
 
 
+def test_a_step_at_the_last_position_has_room() -> None:
+    loaded, _ = open_model(None, "tiny-llama", cpu(), "auto")
+    with step_graph(loaded, cpu(ops=()), "decode", batch=8, tokens=511) as step:
+        assert step.inputs["seq_lens"].tolist() == [512] * 8
+
+
 @pytest.mark.slow
 def test_a_model_without_paged_cache_is_shown_on_the_static_one() -> None:
     loaded, _ = open_model("codegen", None, cpu(), "auto")

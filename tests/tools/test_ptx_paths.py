@@ -161,7 +161,12 @@ def test_a_guess_that_is_kept_is_compared_with_what_is_read_again() -> None:
     compared = "setp.eq.s32 %p1, %r1, %r2;"
     assert faults(GUESS + WAIT + again + compared + use, **confirmed) == []
     assert "guesses weight" in faults(GUESS + WAIT + again + compared + use, weight=allowed(guess=True))[0]
-    for wrong in (use, compared + use, again + use, other + compared + use, again + "setp.eq.s32 %p1, %r1, 7;" + use):
+    total = again + "add.s32 %r3, %r1, %r2; setp.ne.s32 %p1, %r3, 0;"
+    guarded = again + "setp.ne.s32 %p3, %r1, 0; @%p3 setp.eq.s32 %p1, %r2, 5;"
+    at_guess = again + "mad.wide.s32 %rd5, %r1, 4, %rd1; ld.global.b32 %r4, [%rd5]; setp.ne.s32 %p1, %r4, 0;"
+    bound, mixed = again + "setp.lt.s32 %p1, %r1, %r2;", again + "xor.b32 %r3, %r1, %r2;"
+    wrong_ones = ("", compared, again, other + compared, again + "setp.eq.s32 %p1, %r1, 7;")
+    for wrong in (before + use for before in (*wrong_ones, total, guarded, at_guess, bound, mixed)):
         (found,) = faults(GUESS + WAIT + wrong, **confirmed)
         assert "guesses weight" in found and "compares it with nothing that it reads there again" in found, wrong
     late = GUESS.replace(".cg", "") + WAIT + again + compared + use

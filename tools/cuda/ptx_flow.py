@@ -26,6 +26,11 @@ UNKNOWN = -1
 _NONE: frozenset[Origin] = frozenset()
 
 
+def words_of(operand: str) -> tuple[str, ...]:
+    """Return the registers and parameters that an operand names."""
+    return tuple(_WORD.findall(operand))
+
+
 def waits(instruction: Instruction) -> bool:
     """Return whether it is a wait that no condition can skip."""
     return instruction.kind == WAIT and not instruction.guard
@@ -53,7 +58,7 @@ class Names:
     def parameters(self, code: Code, instruction: Instruction, state: State) -> set[int]:
         """Return the numbers of the parameters from which a load's address comes."""
         place = 0 if instruction.opcode.startswith("prefetch") else 1
-        words = tuple(_WORD.findall(instruction.operands[place])) if len(instruction.operands) > place else ()
+        words = words_of(instruction.operands[place]) if len(instruction.operands) > place else ()
         found = {n for kind, n in self.origins(words, state) if kind == ADDRESS and code.parameters[n].is_address}
         return found or {UNKNOWN}
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ptx_code import CALL, READ, RETURN, START, STORE, WAIT, Code, read_ptx
-from ptx_flow import AGAIN, UNKNOWN, VALUE, Flow, Names, State, left_by_wait, waits
+from ptx_code import CALL, READ, RETURN, START, STORE, WAIT, Code, Instruction, read_ptx
+from ptx_flow import AGAIN, UNKNOWN, VALUE, Flow, Names, State, left_by_wait, waits, words_of
 
 __all__ = ["UNKNOWN", "EarlyRead", "Findings", "analyse"]
 
 _PAST_L1 = {"cg", "cv", "volatile", "relaxed", "acquire"}
-_COMPARES = {"setp", "set", "xor"}
+_COMPARES = {"setp", "set"}
+_EQUAL = {"eq", "ne", "equ", "neu"}
 _FAULTS = {
     STORE: "stores",
     RETURN: "ends",
@@ -34,7 +35,7 @@ class EarlyRead:
     past_l1: bool = True
     #: an instruction after the wait that takes what was loaded or what was computed from it, or ""
     used: str = ""
-    #: whether an instruction compares it with what is loaded there again after the wait
+    #: whether an instruction asks whether it is what is loaded there again after the wait
     compared: bool = False
 
 
@@ -70,9 +71,22 @@ def analyse(text: str) -> tuple[Code, Findings]:
         found.faults.append("ends before the wait on some way through it: no instruction follows")
     for place, state in Flow(code, names, behind, past_wait=True).steps():
         instruction, origins = code.instructions[place], names.origins(names.taken[place], state)
-        compares = instruction.opcode.partition(".")[0] in _COMPARES
         for number in {number for kind, number in origins if kind == VALUE}.intersection(found.reads):
             read = found.reads[number]
             read.used = read.used or str(instruction)
-            read.compared |= compares and (AGAIN, number) in origins
+            read.compared = read.compared or _compares(names, instruction, state, number)
     return code, found
+
+
+def _compares(names: Names, instruction: Instruction, state: State, number: int) -> bool:
+    """Tell whether this asks if what was loaded by a parameter before the wait is what was loaded after it.
+
+    Each side must come from one of the two alone: a value made of both says nothing of either.
+    """
+    words = instruction.opcode.split(".")
+    if words[0] not in _COMPARES or not _EQUAL.intersection(words):
+        return False
+    first, second = (VALUE, number), (AGAIN, number)
+    sides = [names.origins(words_of(operand), state) for operand in instruction.operands[1:3]]
+    told = [(first in side, second in side) for side in sides]
+    return sorted(told) == [(False, True), (True, False)]

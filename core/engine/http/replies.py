@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from core.engine.http.errors import ApiError
 from core.engine.http.generation import Choice, Generation
 from core.engine.http.texts import Texts
+from core.engine.http.token_texts import TokenText
 from core.engine.serve.request import RequestOutput
-from core.engine.serve.token_texts import TokenText
 from core.engine.steps.sequence import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"

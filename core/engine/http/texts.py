@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import TypeVar
 
 from core.engine.config import SamplingParams
+from core.engine.http.token_texts import TokenText, token_texts
 from core.engine.models.loading import LoadedModel
 from core.engine.serve.grammar import constraint
 from core.engine.serve.prompts import EncodedPrompt, Prompt, encode_prompt
-from core.engine.serve.token_texts import TokenText, token_texts
 
 T = TypeVar("T")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from core.engine.serve.detokenize import BYTE_TOKEN, REPLACEMENT
@@ -32,11 +32,12 @@ def token_texts(tokenizer: Any, token_ids: Iterable[int]) -> Mapping[int, TokenT
     tokenizer: of transformers. Many drop the space of a token that begins a text, so each is decoded behind another.
     """
     before = tokenizer.encode("a", add_special_tokens=False)[-1:]
-    known = tokenizer.decode(before)
+    decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    known = decode(before)
 
     def found(token_id: int) -> TokenText:
-        text = tokenizer.decode([*before, token_id])
-        text = text[len(known) :] if text.startswith(known) else tokenizer.decode([token_id])
+        text = decode([*before, token_id])
+        text = text[len(known) :] if text.startswith(known) else decode([token_id])
         return TokenText(text, _bytes(tokenizer.convert_ids_to_tokens(token_id) or "", text))
 
     return {each: found(each) for each in token_ids}
@@ -52,7 +53,7 @@ def _bytes(token: str, text: str) -> bytes:
     return bytes(map(table.__getitem__, token)) if table.keys() >= set(token) else text.encode()
 
 
-@functools.cache
+@cache
 def _byte_level() -> Mapping[str, int]:
     """Return the byte for which each character stands in the vocabularies of byte-level tokenizers, GPT-2's table."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
