@@ -54,7 +54,8 @@ time, and never by what the passes look for (`tools/lift_coverage/oracle.py`):
 Attention with a bias of positions (ALiBi, T5's) and in chunks (Llama 4) is **attention**, by the same rule.
 
 A site is lifted where the rewritten graph has a canonical op of its kind in its module, each op standing for one site
-only. Sites are counted in graphs that were traced whole."""
+only. Sites are counted in graphs that were traced whole. Short convolutions and recurrences of prompts are lifted on
+the paged cache, whose states lie in slots as the ops take them; on the static cache they stay the model's own."""
 
 
 def describe(result: Result) -> str:

@@ -83,11 +83,26 @@ def static_phases(
                 _check_mask(unmasked(**prefill), logits, function_bound(model))
         if not filled:
             cache.reset()
+            _begin_anew(cache)
         functions.append(function)
     return (
         CachedPhase(name="prefill", function=functions[0], inputs=prefill, dynamic=dict.fromkeys(prefill, (1,))),
         CachedPhase(name="decode", function=functions[1], inputs=decode),
     )
+
+
+class _Unset(dict[int, bool]):
+    """What transformers' recurrent layers note of their states, of a layer in which no state is ever noted."""
+
+    def __setitem__(self, key: int, value: bool) -> None: ...
+
+
+def _begin_anew(cache: Any) -> None:
+    """Have each call find no states of the call before, as a prompt's graph does: notes are no tensors, and a graph
+    that made some would not make them again."""
+    for layer in cache.layers:
+        if isinstance(noted := getattr(layer, "has_previous_state", None), dict):
+            layer.has_previous_state = _Unset(noted)
 
 
 def _check_mask(expected: Tensor, logits: Tensor, bound: float) -> None:

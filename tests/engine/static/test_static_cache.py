@@ -39,6 +39,17 @@ def test_a_length_that_was_asked_for_stays_what_it_was() -> None:
     assert (int(before), int(cache.get_seq_length()), int(cache.get_query_offset())) == (3, 4, 4)
 
 
+def test_a_prompt_begins_without_the_states_of_the_call_before_and_can_be_traced() -> None:
+    """transformers notes in a dict of Python's that a layer has a state, which no replay of a graph would."""
+    config = tiny_config("mamba2", num_hidden_layers=1)
+    model: Any = build_model(config, torch_device=torch.device("cpu"), dtype=torch.float32).model
+    prefill, decode = static_phases(model)
+    with torch.no_grad():
+        assert torch.equal(prefill.function(**prefill.inputs), prefill.function(**prefill.inputs))
+    for phase in (prefill, decode):
+        assert len(trace(phase.function, phase.inputs).module.graph.nodes) > 10
+
+
 @pytest.mark.slow
 def test_both_phases_trace_whole_and_prefill_at_any_length() -> None:
     config = tiny_config("llama", num_hidden_layers=1)
