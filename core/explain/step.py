@@ -170,7 +170,8 @@ def _fill(runner: PagedRunner, sequence: Sequence, block_size: int, tokens: int)
         return False
     if tokens:
         sequence.generated = [sequence.index % _SMALL]  # of one token all would choose the same experts
-    for held in (*range(block_size, tokens, block_size), *((tokens,) if tokens else ())):
+    for start in range(0, tokens, block_size):
+        held = min(start + block_size, tokens)
         if not runner.cache.grow(sequence, held):
             return False
         sequence.num_computed = sequence.num_settled = held

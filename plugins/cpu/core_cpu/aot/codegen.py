@@ -127,7 +127,7 @@ class _Job:
         references = {op.reference: name for name, op in declared_ops().items()}
         for place, node in enumerate(nodes.nodes):
             node.meta.clear()
-            if isinstance(node.target, FunctionType) and not node.target.__module__.startswith("torch"):
+            if isinstance(node.target, FunctionType) and node.target.__module__.partition(".")[0] != "torch":
                 functions[place] = references.get(node.target, node.target)
                 node.target = torch.add  # any that can be pickled
         storages = [tensor.untyped_storage() for tensor in examples]
