@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 Example = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -85,3 +86,32 @@ def normed_sums() -> Iterator[Example]:
     """Yield sums with the norm of the sum and without."""
     for then in (True, False):
         yield _Normed(40, then=then), (torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(73)),)
+
+
+class _GatedNorm(nn.Module):
+    """The gate before a norm in groups of columns, the weight in x's dtype behind it; or the gate behind a norm."""
+
+    def __init__(self, width: int, groups: int, *, norm_first: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(74)
+        self.norm = _Norm(width, generator, rounds=True)
+        self.groups, self.norm_first = groups, norm_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = x.chunk(2, -1)
+        act = functional.silu(gate.to(torch.float32))
+        if self.norm_first:
+            behind: Tensor = self.norm(value.sin()) * act
+            return behind.to(x.dtype)
+        gated = (value.sin().to(torch.float32) * act).unflatten(-1, (self.groups, -1))
+        normed = gated * torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + 1e-6)
+        result: Tensor = self.norm.weight * normed.flatten(-2).to(x.dtype)
+        return result
+
+
+def gated_norms() -> Iterator[Example]:
+    """Yield norms of what is gated, in one group of columns and in several, and a gate of what is normed."""
+    x = torch.randn(2, 7, 80, generator=torch.Generator().manual_seed(75))
+    for groups in (1, 4):
+        yield _GatedNorm(40, groups, norm_first=False), (x,)
+    yield _GatedNorm(40, 1, norm_first=True), (x,)

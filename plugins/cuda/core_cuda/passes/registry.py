@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from core_cuda.passes.expert_pairs import SORT_EXPERT_PAIRS, SUM_EXPERT_ROWS
+from core_cuda.passes.gated_norms import FUSE_GATED_NORM
 from core_cuda.passes.norm_pairs import JOIN_RMS_NORMS
 from core_cuda.passes.normed_sums import FUSE_NORMED_SUM
 from core_cuda.passes.parallel import PASSES as PARALLEL
@@ -19,6 +20,7 @@ from core_cuda.passes.shared_gates import FUSE_SHARED_GATE
 _OF_OWN_KERNELS = (
     JOIN_RMS_NORMS,
     FUSE_NORMED_SUM,
+    FUSE_GATED_NORM,
     SHARE_QUANTIZED_ROWS,
     SORT_EXPERT_PAIRS,
     SUM_EXPERT_ROWS,

@@ -10,6 +10,7 @@ import torch
 from core_cuda.ops import activation, quantize
 from core_cuda.ops.norm import norms as norm
 from core_cuda.ops.norm import pair
+from core_cuda.ops.norm.gated_norm import gated_norm
 from core_cuda.ops.norm.normed_sum import normed_sum, normed_sum_rms_norm
 from core_cuda.ops.sampling import argmax
 from core_cuda.ops.sampling import sample as sampling
@@ -38,12 +39,18 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             gemma = {"offset": 1.0, "weight_dtype": torch.float32}
             both = {**gemma, **{f"next_{key}": value for key, value in gemma.items()}}
             yield f"normed_sum_rms_norm {name}", partial(normed_sum_rms_norm, x, x, weight, 1e-6, weight, 1e-6, **both)
+            gated = {"normed_dtype": BF16, "middle_dtype": BF16, "out_dtype": BF16, "kind": "silu"}
+            mamba = {**gated, "norm_first": False, "groups": width // 1024}
+            yield f"gated_norm {name}", partial(gated_norm, x, x, weight, 1e-5, **mamba)
             narrow = torch.empty(1, tokens, 1024, dtype=BF16)
             yield f"two_rms_norms {name}", partial(pair.two_rms_norms, x, narrow, weight, narrow[0, 0], 1e-6)
             for form, codes in list(CODES.items())[: None if tokens == 1 else 1]:
                 coded = partial(norm.add_rms_norm_quantize, x, x, weight, 1e-5, **codes, **llama)
                 yield f"add_rms_norm_quantize {form} {name}", coded
             yield f"quantize {name}", partial(quantize.quantize, x, None, dtype=torch.float8_e4m3fn)
+        states = torch.empty(tokens, 32, 128, dtype=BF16)
+        by_head = partial(gated_norm, states, states, states[0, 0], 1e-6, norm_first=True, **gated)
+        yield f"gated_norm of heads {tokens}", by_head
         for heads, size in ((32, 128), (32, 64)):
             merged = torch.empty(1, tokens, (heads + 16) * size, dtype=BF16)
             query = merged[..., : heads * size].unflatten(-1, (heads, size))
