@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from core.common.ops.mlp import GATED_ACTIVATION
-from core.common.ops.norm.norms import RMS_NORM
-from core.common.passes import LIFTS, NearMiss, Pass, PassContext, Site, find_op, near_miss, value_of, view
-from core.common.passes.values.sizes import same_sizes
+from core.common.ops.canonical import GATED_ACTIVATION, RMS_NORM
+from core.common.passes import (
+    LIFTS,
+    NearMiss,
+    Pass,
+    PassContext,
+    Site,
+    find_op,
+    near_miss,
+    same_sizes,
+    value_of,
+    view,
+)
 from core_cuda.ops.norm.gated_norm import gated_norm, why_not
 from core_cuda.passes.examples import gated_norms
 from core_cuda.passes.taking import given
