@@ -82,9 +82,10 @@ def packed(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield steps of one and 64 sequences, and prompts of 256 tokens."""
-    call = packed(convolution(256, 8192, 4, silu=True))
-    yield "convolution of prompts", lambda call=call: causal_conv1d_update(**call)  # type: ignore[misc]
+    """Yield steps of one and 64 sequences, and prompts of 256 tokens, a convolution's of 1,024 as well."""
+    for tokens in (256, 1024):
+        call = packed(convolution(tokens, 8192, 4, silu=True))
+        yield f"convolution of prompts {tokens}", lambda call=call: causal_conv1d_update(**call)  # type: ignore[misc]
     for name, by_feature in (("delta", False), ("kimi", True)):
         call = packed(delta_rule(256, by_feature=by_feature))
         yield f"{name} of prompts", lambda call=call: gated_delta_rule(**call)  # type: ignore[misc]

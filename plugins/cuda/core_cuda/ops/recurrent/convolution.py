@@ -1,7 +1,8 @@
 """`core::causal_conv1d_update`: a program sums the windows of some channels of a row.
 
-Of one token of each sequence it shifts them, too; the states after packed sequences are written by a launch of their
-own, since several rows read the state before them.
+Of one token of each sequence it shifts them, too; the rows of packed sequences are summed in tiles
+(convolution_tiles.py). The states after them are written by a launch of their own, since several rows read the state
+before them.
 """
 
 # Triton reads annotations of kernels as types of its own
@@ -16,27 +17,10 @@ from torch import Tensor
 from core.common.ops.recurrent import CAUSAL_CONV1D_UPDATE
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
+from core_cuda.ops.recurrent.convolution_tiles import convolve_packed, finished, input_at, shift_of, tiles_of
 from core_cuda.ops.recurrent.states import block_of, in_one_run, in_rows, num_sequences, places, rows_of, slot_of
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rows import TYPES
-
-
-@triton.jit
-def _input(x, source, first, offset, x_row, channels, mask, LENGTH: tl.constexpr):
-    """Return the inputs of some channels at an offset from a sequence's first row; before that lies the state."""
-    known = tl.load(source + (LENGTH + offset), mask=mask & (offset < 0), other=0.0)
-    own = tl.load(x + (first + offset) * x_row + channels, mask=mask & (offset >= 0), other=0.0)
-    return tl.where(offset < 0, known, own)
-
-
-@triton.jit
-def _finished(total, bias, channels, mask, SILU: tl.constexpr, ROUNDED: tl.constexpr):
-    if bias is not None:
-        total += tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
-    total = total.to(ROUNDED).to(tl.float32)
-    if SILU:
-        total = (total * tl.sigmoid(total)).to(ROUNDED).to(tl.float32)
-    return total
 
 
 @triton.jit
@@ -65,40 +49,8 @@ def _convolution_kernel(
             tl.store(target + i, tl.load(source + i + 1, mask=mask), mask=mask)
         else:
             tl.store(target + i, token, mask=mask)
-    total = _finished(total, bias, channels, mask, SILU, ROUNDED)
+    total = finished(total, shift_of(bias, channels, mask), SILU, ROUNDED)
     tl.store(out + row * CHANNELS + channels, total, mask=mask)
-
-
-@triton.jit
-def _packed_kernel(
-    x, states, weight, bias, slots, query_starts, out, x_row, state_slot, num_sequences, CHANNELS: tl.constexpr,
-    LENGTH: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Some channels of one row of packed sequences; the states are not written."""
-    blocks: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    channels = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    mask = channels < CHANNELS
-    wait_for_inputs(OVERLAP)
-    start_next(OVERLAP)
-    low, high = 0, num_sequences
-    while low < high:  # the first sequence that ends behind the row
-        middle = (low + high) // 2
-        ends = tl.load(query_starts + middle + 1) <= row
-        low, high = tl.where(ends, middle + 1, low), tl.where(ends, high, middle)
-    real = low < num_sequences
-    mask = mask & real
-    sequence = tl.minimum(low, num_sequences - 1)
-    first = tl.load(query_starts + sequence).to(tl.int64)
-    source = states + slot_of(slots, sequence) * state_slot + channels * LENGTH
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for tap in tl.static_range(0, TAPS):
-        at = row - first - (TAPS - 1) + tap
-        factor = tl.load(weight + channels * TAPS + tap, mask=mask, other=0.0).to(tl.float32)
-        total += _input(x, source, first, at, x_row, channels, mask, LENGTH).to(tl.float32) * factor
-    total = _finished(total, bias, channels, mask, SILU, ROUNDED)
-    tl.store(out + row * CHANNELS + channels, tl.where(real, total, 0.0), mask=channels < CHANNELS)
 
 
 @triton.jit
@@ -117,7 +69,7 @@ def _states_kernel(
     first, last = rows_of(query_starts, sequence)
     source = states + slot_of(slots, sequence) * state_slot + channels * LENGTH
     target = states + slot_of(kept, sequence) * state_slot + channels * LENGTH
-    new = _input(x, source, first, last - first - LENGTH + places, x_row, channels, mask, LENGTH)
+    new = input_at(x, source, first, last - first - LENGTH + places, x_row, channels, mask, LENGTH)
     tl.debug_barrier()  # the same memory, often: all of it has to be read before any is written
     tl.store(target + places, new, mask=mask)
 
@@ -141,15 +93,14 @@ def causal_conv1d_update(
     block = block_of(rows, channels, most=512, least=64)
     blocks, (read, written) = triton.cdiv(channels, block), places(slots, kept)
     sizes = {"CHANNELS": channels, "LENGTH": states.shape[2], "BLOCK": block, "num_warps": max(block // 128, 1)}
-    how = {**sizes, "TAPS": weight.shape[1], "SILU": silu, "ROUNDED": TYPES[weight.dtype]}
+    how = {"TAPS": weight.shape[1], "SILU": silu, "ROUNDED": TYPES[weight.dtype]}
     strides = x.stride(0), states.stride(0)
     if query_starts is None:
         inputs = x, states, weight, bias, read, written, out
-        launching.launch(_convolution_kernel, (rows * blocks,), *inputs, *strides, **how)
+        launching.launch(_convolution_kernel, (rows * blocks,), *inputs, *strides, **sizes, **how)
         return out
     starts, count = query_starts.contiguous(), num_sequences(rows, query_starts)
-    inputs = x, states, weight, bias, read, starts, out
-    launching.launch(_packed_kernel, (rows * blocks,), *inputs, *strides, count, **how)
+    convolve_packed(x, states, weight, bias, read, starts, out, tiles_of(rows, channels), **how)
     sizes["BLOCK_LENGTH"] = triton.next_power_of_2(states.shape[2])
     launching.launch(_states_kernel, (count * blocks,), x, states, read, written, starts, *strides, **sizes)
     return out
