@@ -133,6 +133,8 @@ def test_experts_without_a_gate_run_on_the_kernels(scheme: str, kernel_device: t
             passes = {report.name: report.matched for report in trace.passes}
             assert chosen[op] == number, trace.phase
             assert (passes["lift_grouped_mlp"], passes["sum_expert_rows"]) == ((0, 1) if scheme else (1, 0))
+            # of the dense MLP, the shared expert, and experts that are not one op
+            assert passes["fuse_squared_relu"] == (3 if scheme else 2), trace.phase
         result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
     assert result.passed and result.verdict is not None and result.verdict.passed
 

@@ -2,7 +2,8 @@
 
 The matcher starts at the product: one operand is an activation (core/common/passes/mlp/activation_forms.py), the other
 a tensor of its shape. Clamps and an offset, as in gpt-oss, are part of the op, and so is the split of one projection
-(core/common/passes/rotary/halves.py).
+(core/common/passes/rotary/halves.py). The sigmoid of a projection is a gate of any tensor: of what attention gives in
+Qwen3-Next, Qwen3.5 and MiniMax.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from core.common.passes.mlp.activation_forms import Activation, read_activation
 from core.common.passes.rotary.halves import halves
 
 _ALWAYS_GATES = frozenset({"silu", "gelu", "gelu_tanh", "gelu_new", "quick_gelu"})
-"""For any other activation, a product is a gate only if its operands are halves or projections of one tensor."""
+"""For any other activation, a product is a gate only if its operands are halves or projections of one tensor, or if a
+sigmoid of a projection scales the other operand."""
 _IN_PLACE = (operator.imul, "mul_", "__imul__")
 _TAKES = frozenset({"getitem", "chunk", "split", "split_with_sizes", "unbind", "narrow", "select", "slice"})
 _FOLDS = frozenset({"view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "contiguous", "flatten"})
@@ -69,7 +71,15 @@ def _is_gate(found: Activation, gated: fx.Node, up: fx.Node) -> bool:
         return False  # an activation in itself
     if found.kind in _ALWAYS_GATES or found.reason:
         return view.shape(up) is not None
-    return view.same_shape(gated, up) and _are_projections(found.x, up)
+    if not view.same_shape(gated, up):
+        return False
+    return _are_projections(found.x, up) or (found.kind == "sigmoid" and _scales(found.x, up))
+
+
+def _scales(gate: fx.Node, up: fx.Node) -> bool:
+    """Tell whether the sigmoid of the gate, a projection, scales numbers: the op takes no masks."""
+    dtype = view.dtype(up)
+    return dtype is not None and dtype.is_floating_point and _projected(gate) is not None
 
 
 def _are_projections(gate: fx.Node, up: fx.Node) -> bool:

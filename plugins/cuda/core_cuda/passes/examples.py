@@ -115,3 +115,25 @@ def gated_norms() -> Iterator[Example]:
     for groups in (1, 4):
         yield _GatedNorm(40, groups, norm_first=False), (x,)
     yield _GatedNorm(40, 1, norm_first=True), (x,)
+
+
+class _Squared(nn.Module):
+    """Two projections with a squared ReLU between them, by one call or by a product, of all rows or of a slice."""
+
+    def __init__(self, *, sliced: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(83)
+        self.up = nn.Parameter(torch.randn(56, 40, generator=generator) / 6)
+        self.down = nn.Parameter(torch.randn(40, 48 if sliced else 56, generator=generator) / 6)
+        self.sliced = sliced
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = x @ self.up.t()
+        positive = torch.relu(up[..., 8:] if self.sliced else up)
+        return (positive * positive if self.sliced else positive.square()) @ self.down.t()
+
+
+def squared_relus() -> Iterator[Example]:
+    """Yield both."""
+    for sliced in (False, True):
+        yield _Squared(sliced=sliced), (torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(84)),)

@@ -16,6 +16,7 @@ from core_cuda.passes.quantized_rows import SHARE_QUANTIZED_ROWS
 from core_cuda.passes.routers import WIDEN_ROUTERS
 from core_cuda.passes.shared_experts import OVERLAP_SHARED_EXPERTS
 from core_cuda.passes.shared_gates import FUSE_SHARED_GATE
+from core_cuda.passes.squared_relu import FUSE_SQUARED_RELU
 
 _OF_OWN_KERNELS = (
     JOIN_RMS_NORMS,
@@ -26,6 +27,7 @@ _OF_OWN_KERNELS = (
     SUM_EXPERT_ROWS,
     WIDEN_ROUTERS,
     FUSE_SHARED_GATE,
+    FUSE_SQUARED_RELU,
     OVERLAP_SHARED_EXPERTS,
 )
 PASSES = (*(replace(each, traits=replace(each.traits, own_kernels=True)) for each in _OF_OWN_KERNELS), *PARALLEL)

@@ -14,6 +14,7 @@ from core_cuda.ops.norm.gated_norm import gated_norm
 from core_cuda.ops.norm.normed_sum import normed_sum, normed_sum_rms_norm
 from core_cuda.ops.sampling import argmax
 from core_cuda.ops.sampling import sample as sampling
+from core_cuda.ops.squared_relu import squared_relu
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
@@ -62,6 +63,8 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             for form, codes in list(CODES.items())[: None if tokens == 1 else 1]:
                 coded = partial(activation.gated_activation_quantize, gate_up, None, kind="silu", **codes)
                 yield f"gate_quantize {form} {tokens}x{inter}", coded
+        nemotron_h = torch.empty(1, tokens, 21504, dtype=BF16)
+        yield f"squared_relu {tokens}x21504", partial(squared_relu, nemotron_h)
         pairs = torch.empty(1, tokens, 2 * 2880, dtype=BF16)
         gpt_oss = {"kind": "quick_gelu", "limit": 7.0, "up_offset": 1.0, "interleaved": True}
         yield f"gate alternating {tokens}", partial(activation.gated_activation_fused, pairs, **gpt_oss)

@@ -15,6 +15,7 @@ from torch.nn import functional
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from core.common.ops.mlp.activation import ACTIVATIONS, GATED_ACTIVATION, GATED_ACTIVATION_FUSED
+from core.common.passes import view
 from core.common.passes.mlp.gated_activation import LIFT_GATED_ACTIVATION
 from tests.common.passes.lifting import BF16, DTYPES, F32, Lifted, draw, lifted, lifted_graph, traced_model
 from tests.marks import slow_except
@@ -161,6 +162,40 @@ def test_gates_after_batched_expert_products_are_lifted() -> None:
     assert result.is_equal
 
 
+def attention_of(q: Tensor, k: Tensor) -> Tensor:
+    """Return what two heads of attention give, (2, tokens, SIZE), in the order of a model's rows."""
+    query, key = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in (q, k))
+    return functional.scaled_dot_product_attention(query, key, key).transpose(1, 2).reshape(q.shape)
+
+
+def half_of_each_head(x: Tensor, w: Tensor) -> Tensor:
+    return functional.linear(x, w).view(*x.shape[:-1], 2, -1).chunk(2, dim=-1)[1].reshape(*x.shape[:-1], -1)
+
+
+OUTPUT_GATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a half of each head's": lambda y, x, gu: y * torch.sigmoid(half_of_each_head(x, gu)),
+    "of its own projection": lambda y, x, gu: functional.linear(x, gu[:SIZE]).sigmoid() * y,
+    "of a projection with a bias": lambda y, x, gu: functional.sigmoid(torch.matmul(x, gu[:SIZE].T) + gu[0, 0]) * y,
+    "of what is in another dtype": lambda y, x, gu: y.double() * torch.sigmoid(functional.linear(x, gu[:SIZE])),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spelling", OUTPUT_GATES)
+def test_the_gate_of_what_attention_gives_is_lifted(spelling: str, dtype: torch.dtype) -> None:
+    def model(x: Tensor, g: Tensor, u: Tensor, gu: Tensor) -> Tensor:
+        y = attention_of(functional.linear(x, g), functional.linear(x, u))
+        return OUTPUT_GATES[spelling](y, x, gu)
+
+    result = lift(model, **inputs(dtype))
+    (call,) = result.calls(GATED_ACTIVATION.overload)
+    report = result.reports["lift_gated_activation"]
+    assert (report.matched, report.near_misses) == (1, ())
+    assert call.kwargs["kind"] == "sigmoid"
+    assert view.kind(call.args[1]) in ("reshape", "cast")
+    assert result.is_equal
+
+
 def test_odd_and_single_token_counts() -> None:
     for num_tokens in (1, 7):
         given = inputs(BF16, num_tokens)
@@ -188,6 +223,7 @@ NEAR_MISSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "bounded after": (lambda x, y: functional.silu(x).clamp(max=2.0) * y, "between the activation and the product"),
     "cast after": (lambda x, y: functional.silu(x.double()).float() * y, "between the activation and the product"),
     "in place": (in_place, "in place"),
+    "a sigmoid used twice": (lambda x, y: (lambda s: s * y + s)(torch.sigmoid(x @ (x.T @ y))), "used a second time"),
 }
 
 
@@ -202,8 +238,12 @@ def test_near_misses_are_left_alone_with_the_reason(case: str) -> None:
 
 
 NO_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "an attention output's gate": lambda x, y: torch.softmax(y, -1) * torch.sigmoid(x),
-    "projections of two tensors": lambda x, y: torch.sigmoid(x @ x.T) * (y @ y.T),
+    "a sigmoid of no projection": lambda x, y: torch.softmax(y, -1) * torch.sigmoid(x),
+    "projections of two tensors": lambda x, y: torch.relu(x @ x.T) * (y @ y.T),
+    "a gate for each row": lambda x, y: torch.sigmoid(x @ x[0, :, None]) * y,
+    "a mask": lambda x, y: torch.sigmoid(x @ x.T) * (y @ y.T > 0),
+    "a silu of a projection": lambda x, y: (lambda p: torch.sigmoid(p) * p)(x @ y.T),
+    "a quick gelu of a projection": lambda x, y: (lambda p: p * torch.sigmoid(1.702 * p))(x @ y.T),
     "a router's score": lambda x, y: torch.sigmoid(x[:, :1]) * y,
     "an activation alone": lambda x, y: x * torch.sigmoid(1.702 * x) + y,
     "relu of anything": lambda x, y: torch.relu(x.abs()) * y,
@@ -216,6 +256,20 @@ def test_what_plainly_is_no_gate_makes_no_noise(case: str) -> None:
     result = lift(NO_GATES[case], x=draw(5, SIZE), y=draw(5, SIZE, seed=9))
     report = result.reports["lift_gated_activation"]
     assert (report.matched, report.near_misses) == (0, ())
+
+
+OUTPUT_GATED = {"qwen3_next": 1, "afmoe": 2}
+"""How many layers of a tiny model scale what attention gives by the sigmoid of a projection."""
+
+
+@pytest.mark.parametrize(("name", "dtype"), slow_except(product(OUTPUT_GATED, DTYPES), ("qwen3_next", BF16)), ids=str)
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
+def test_gates_of_models_attention_are_lifted_and_no_bit_changes(name: str, dtype: torch.dtype) -> None:
+    graph, given, _ = traced_model(name, dtype)
+    result = lifted_graph(graph, given, LIFT_GATED_ACTIVATION)
+    kinds = [call.kwargs["kind"] for call in result.calls(GATED_ACTIVATION.overload)]
+    assert kinds.count("sigmoid") == OUTPUT_GATED[name]
+    assert result.is_equal
 
 
 MODELS = ("llama", "gemma3_text", "phi3", "moshi")
