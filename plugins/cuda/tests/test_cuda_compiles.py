@@ -62,7 +62,8 @@ KERNELS: dict[str, set[str]] = {
     "prefill": {"prefill_kernel", "hopper_kernel", "decode_kernel", "_write_kernel"},
     "moe": {
         *("row_up_kernel", "row_down_kernel", "sort_kernel", "product_kernel", "sum_kernel", "_route_kernel"),
-        *("order_kernel", "weighted_sum_kernel", "gated_expert_kernel", "_row_kernel", "hopper_linear_kernel"),
+        *("count_kernel", "place_kernel", "order_kernel", "weighted_sum_kernel", "gated_expert_kernel"),
+        *("_row_kernel", "hopper_linear_kernel"),
     },
     "quantized_moe": {"quantized_product_kernel"},
     "rotary": {"rotary_kernel", "_table_kernel", "prefill_kernel", "hopper_kernel"},

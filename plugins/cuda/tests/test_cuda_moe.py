@@ -18,9 +18,10 @@ from tests.kernel_cases import CPU, DTYPES, check, faked, in_fp64, laid_out, mov
 pytest.importorskip("triton", reason="needs triton")
 from core_cuda.ops import launching
 from core_cuda.ops.activation import Gate
+from core_cuda.ops.moe import grouped_sort
 from core_cuda.ops.moe.grouped_configs import GroupedConfig, GroupedShape, Tile, candidates, default_config
 from core_cuda.ops.moe.grouped_mlp import Experts, grouped_mlp, grouped_mlp_condition, run_grouped_mlp
-from core_cuda.ops.moe.grouped_tile_kernel import sort_kernel
+from core_cuda.ops.moe.grouped_sort import count_kernel, place_kernel, sort_kernel
 from core_cuda.ops.moe.route import moe_route, route_condition
 
 # numpy's, in the interpreter
@@ -131,7 +132,8 @@ ROW = GroupedConfig("row", Tile(32, 32), Tile(64, 32))
 SWAPPED = GroupedConfig("tile", Tile(16, 16), Tile(32, 32), 16)
 PLAIN = GroupedConfig("tile", Tile(32, 32), Tile(16, 16), 64)
 WIDE = GroupedConfig("tile", Tile(16, 32), Tile(32, 16), 16)
-CONFIGS = {"row": ROW, "swapped": SWAPPED, "plain": PLAIN}
+HALVED = GroupedConfig("tile", Tile(16, 16), Tile(32, 32), 32, group=3, halves=True, merged=True)
+CONFIGS = {"row": ROW, "swapped": SWAPPED, "plain": PLAIN, "halved": HALVED}
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -249,7 +251,8 @@ def test_a_call_again_gives_the_same_bits(config: str, kernel_device: torch.devi
     assert torch.equal(first, again)
 
 
-def test_sorting(kernel_device: torch.device) -> None:
+@pytest.mark.parametrize("launches", [1, 2])
+def test_sorting(launches: int, kernel_device: torch.device) -> None:
     """Pairs of an expert stand together, in their order, and tiles cut them up; also over many blocks of pairs."""
     experts, pairs, block_m = 37, 700, 16
     chosen = torch.randint(-2, experts + 2, (pairs,), generator=torch.Generator().manual_seed(0))
@@ -257,8 +260,14 @@ def test_sorting(kernel_device: torch.device) -> None:
     num_tiles = (pairs + experts * (block_m - 1)) // block_m
     order = torch.full((pairs,), -7, dtype=torch.int32, device=kernel_device)
     tiles = torch.full((num_tiles, 3), -7, dtype=torch.int32, device=kernel_device)
-    arguments = (chosen.to(kernel_device), order, tiles, pairs, experts, num_tiles)
-    launching.launch(sort_kernel, (experts,), *arguments, BLOCK_M=block_m, EXPERTS=64, BLOCK=128, num_warps=4)
+    indices, sizes = chosen.to(kernel_device), (order, tiles, pairs, experts, num_tiles)
+    options = {"EXPERTS": 64, "BLOCK": 128, "num_warps": 4}
+    if launches == 1:
+        launching.launch(sort_kernel, (experts,), indices, *sizes, BLOCK_M=block_m, **options)
+    else:
+        counts = torch.full((6, 64), -7, dtype=torch.int32, device=kernel_device)
+        launching.launch(count_kernel, (6,), indices, counts, pairs, experts, **options)
+        launching.launch(place_kernel, (6,), indices, counts, *sizes, BLOCK_M=block_m, ROWS=4, **options)
     wanted, expected, begin = [], [], 0
     for expert in range(experts):
         own = (chosen == expert).nonzero().flatten().tolist()
@@ -269,6 +278,18 @@ def test_sorting(kernel_device: torch.device) -> None:
     assert order.tolist() == wanted + [-7] * (pairs - len(wanted))
     assert tiles[: len(expected)].tolist() == expected
     assert (tiles[len(expected) :, 0] == -1).all() and len(expected) < num_tiles
+
+
+@pytest.mark.usefixtures("unwritten_is_nan")
+def test_tiles_of_prompts(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts whose tiles are full, half full and empty, as the default has them, sorted in two launches."""
+    monkeypatch.setattr(grouped_sort, "_FEW", 0)
+    calls = [mixture(230, top_k=1, hidden=72, inner=136, gated=gated) for gated in (True, False)]
+    for call in calls:
+        call["indices"] = torch.arange(230)[:, None] // 150 * 3  # 150 pairs of expert 0, 80 of expert 3
+    config = default_config(GroupedShape(tokens=230, top_k=1, experts=2, hidden=72, inner=136))
+    assert config.block_m == 128 and config.halves
+    check(GROUPED_MLP, by(config), calls, kernel_device)
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gate", "no gate"])

@@ -15,6 +15,8 @@ _FEW_PAIRS = 8
 _MAX_ROW_TOP_K = 32
 _ALIKE_TOKENS = 64
 """For which the tiles are chosen that serve any number of tokens."""
+_GROUP = 8
+"""Tiles of many pairs that take the same columns side by side: with as many columns, about what runs at a time."""
 _PRODUCT_ELEMENTS = 8192
 """Elements of down that a program of the row kernels takes at a time: 64 to each of 128 threads."""
 
@@ -69,6 +71,12 @@ class GroupedConfig:
     block_m: int = 1
     #: columns that a program adds up for a token, where pairs are sorted; 0 by their number
     width: int = 0
+    #: tiles whose programs of the same columns are neighbours
+    group: int = 1
+    #: whether tiles that are at most half full are computed as half ones
+    halves: bool = False
+    #: whether gate and up, of weights by rows, are one product of alternate columns, as interleaved ones are anyway
+    merged: bool = False
 
     @property
     def swap(self) -> bool:
@@ -125,7 +133,8 @@ def _tile(shape: GroupedShape, block_m: int) -> GroupedConfig:
     columns = 128 if launching.has_shared_operands() else 64
     down = Tile(2 * columns, 64, 8, 4)
     up = Tile(columns, 64, 8, 4) if shape.gated else down
-    return _fitted(shape, GroupedConfig("tile", up, down, block_m), alone=True)
+    config = GroupedConfig("tile", up, down, block_m, group=_GROUP, halves=True, merged=True)
+    return _fitted(shape, config, alone=True)
 
 
 def _single(shape: GroupedShape, block_m: int, columns: int, num_stages: int) -> Tile:

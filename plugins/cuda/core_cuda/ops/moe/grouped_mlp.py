@@ -1,4 +1,4 @@
-"""`core::grouped_mlp` in two or four launches, by how many pairs of a token and an expert there are.
+"""`core::grouped_mlp` in two, four or five launches, by how many pairs of a token and an expert there are.
 
 Few: activated products of each pair, then each token's weighted sum of second products. Many: pairs are sorted by
 expert; both products by tiles of one expert's pairs; the weighted sum. Sums are in fp32 and a fixed order, so that a
@@ -25,7 +25,8 @@ from core_cuda.ops.activation import Gate
 from core_cuda.ops.conditions import all_of, dtypes
 from core_cuda.ops.moe.grouped_configs import GroupedConfig, GroupedShape, Tile, alike_config, default_config
 from core_cuda.ops.moe.grouped_row_kernel import row_down_kernel, row_up_kernel
-from core_cuda.ops.moe.grouped_tile_kernel import product_kernel, sort_kernel, sum_kernel
+from core_cuda.ops.moe.grouped_sort import sort_pairs
+from core_cuda.ops.moe.grouped_tile_kernel import product_kernel, sum_kernel
 from core_cuda.ops.registration import kernel_of
 from core_cuda.tuned import winner
 
@@ -165,27 +166,23 @@ def _by_expert(call: _Call, config: GroupedConfig) -> None:
     """Launch the kernels that sort pairs by expert."""
     x, indices, experts, shape = call.x, call.indices, call.experts, call.shape
     pairs, block_m = shape.pairs, config.block_m
-    # Every expert that has pairs may leave one tile unfilled.
-    num_tiles = (pairs + min(shape.experts, pairs) * (block_m - 1)) // block_m
-    block = min(8192, max(128, triton.next_power_of_2(pairs)))
-    order = torch.empty(pairs, dtype=torch.int32, device=x.device)
-    tiles = torch.empty((num_tiles, 3), dtype=torch.int32, device=x.device)
-    launching.launch(
-        sort_kernel, (shape.experts,), indices, order, tiles, pairs, shape.experts, num_tiles,
-        BLOCK_M=block_m, EXPERTS=max(32, triton.next_power_of_2(shape.experts)),
-        BLOCK=block, num_warps=min(max(block // 512, 4), 16),
-    )  # fmt: skip
+    order, tiles = sort_pairs(indices, shape.experts, block_m)
     hidden, results = x.new_empty((pairs, shape.inner)), x.new_empty((pairs, shape.hidden))
 
     def product(
         rows: Tensor, matrices: Tensor, bias: Tensor | None, to: Tensor, tile: Tile, gate: dict[str, Any]
     ) -> None:
         columns, depth = to.shape[1], matrices.shape[2]
+        by_rows = matrices.stride(2) == 1
+        # One product reads x from shared memory once. Interleaved gates and ups are one anyway; others can be, because
+        # rows of a tile may lie anywhere in memory.
+        merged = gate["GATED"] and (gate["INTERLEAVED"] or (by_rows and config.merged))
         launching.launch(
-            product_kernel, (num_tiles * triton.cdiv(columns, tile.block_n),),
+            product_kernel, (tiles.shape[0] * triton.cdiv(columns, tile.block_n),),
             rows, matrices, bias, to, order, tiles, columns, depth, rows.stride(0), *matrices.stride(),
             0 if bias is None else bias.stride(0),
             TOP_K=shape.top_k, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=config.swap,
+            GROUP=config.group, HALVES=config.halves, ROWS=by_rows, MERGED=merged,
             EVEN_N=columns % tile.block_n == 0, EVEN_K=depth % tile.block_k == 0, HAS_BIAS=bias is not None,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **gate,
         )  # fmt: skip
