@@ -17,7 +17,7 @@ from torch import Tensor
 from core.common.ops.recurrent import CAUSAL_CONV1D_UPDATE
 from core_cuda.ops import launching
 from core_cuda.ops.launching import start_next, wait_for_inputs
-from core_cuda.ops.recurrent.convolution_tiles import convolve_packed, finished, input_at, shift_of, tiles_of
+from core_cuda.ops.recurrent.convolution_tiles import convolve_packed, finished, input_at, tiles_of
 from core_cuda.ops.recurrent.states import block_of, in_one_run, in_rows, num_sequences, places, rows_of, slot_of
 from core_cuda.ops.registration import kernel_of
 from core_cuda.ops.rows import TYPES
@@ -49,7 +49,10 @@ def _convolution_kernel(
             tl.store(target + i, tl.load(source + i + 1, mask=mask), mask=mask)
         else:
             tl.store(target + i, token, mask=mask)
-    total = finished(total, shift_of(bias, channels, mask), SILU, ROUNDED)
+    shift = None
+    if bias is not None:
+        shift = tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
+    total = finished(total, shift, SILU, ROUNDED)
     tl.store(out + row * CHANNELS + channels, total, mask=mask)
 
 

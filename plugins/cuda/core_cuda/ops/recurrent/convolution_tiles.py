@@ -59,15 +59,6 @@ def input_at(x, source, first, offset, x_row, channels, mask, LENGTH: tl.constex
 
 
 @triton.jit
-def shift_of(bias, channels, mask):
-    """Return the bias of some channels, None for none."""
-    if bias is None:
-        return None
-    else:
-        return tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def finished(total, shift, SILU: tl.constexpr, ROUNDED: tl.constexpr):
     if shift is not None:
         total += shift
@@ -161,7 +152,9 @@ def _packed_kernel(
     start_next(OVERLAP)
     # As one run of memory: a load for each tap would touch as many lines as there are threads, more than the rows do.
     weights = tl.load(weight + channels[:, None] * TAPS + taps, mask=mask[:, None] & (taps < TAPS), other=0.0)
-    shift = shift_of(bias, channels, mask)
+    shift = None
+    if bias is not None:
+        shift = tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
     _, first, last = _place_of(query_starts, row, num_sequences)
     factors = _factors(weights, taps, TAPS)
     if (first <= row - (TAPS - 1)) & (row + ROWS <= last):
