@@ -71,7 +71,7 @@ class GroupedConfig:
     block_m: int = 1
     #: columns that a program adds up for a token, where pairs are sorted; 0 by their number
     width: int = 0
-    #: tiles whose programs of the same columns are neighbours
+    #: tiles whose programs of the same columns are neighbours, in the product with gate_up
     group: int = 1
     #: whether tiles that are at most half full are computed as half ones
     halves: bool = False

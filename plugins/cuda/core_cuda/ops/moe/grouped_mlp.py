@@ -170,7 +170,7 @@ def _by_expert(call: _Call, config: GroupedConfig) -> None:
     hidden, results = x.new_empty((pairs, shape.inner)), x.new_empty((pairs, shape.hidden))
 
     def product(
-        rows: Tensor, matrices: Tensor, bias: Tensor | None, to: Tensor, tile: Tile, gate: dict[str, Any]
+        rows: Tensor, matrices: Tensor, bias: Tensor | None, to: Tensor, tile: Tile, group: int, gate: dict[str, Any]
     ) -> None:
         columns, depth = to.shape[1], matrices.shape[2]
         by_rows = matrices.stride(2) == 1
@@ -182,13 +182,13 @@ def _by_expert(call: _Call, config: GroupedConfig) -> None:
             rows, matrices, bias, to, order, tiles, columns, depth, rows.stride(0), *matrices.stride(),
             0 if bias is None else bias.stride(0),
             TOP_K=shape.top_k, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=config.swap,
-            GROUP=config.group, HALVES=config.halves, ROWS=by_rows, MERGED=merged,
+            GROUP=group, HALVES=config.halves, ROWS=by_rows, MERGED=merged,
             EVEN_N=columns % tile.block_n == 0, EVEN_K=depth % tile.block_k == 0, HAS_BIAS=bias is not None,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **gate,
         )  # fmt: skip
 
-    product(x, experts.gate_up, experts.gate_up_bias, hidden, config.up, _gate(call.gate, experts.gated))
-    product(hidden, experts.down, experts.down_bias, results, config.down, _gate(Gate(""), False))
+    product(x, experts.gate_up, experts.gate_up_bias, hidden, config.up, config.group, _gate(call.gate, experts.gated))
+    product(hidden, experts.down, experts.down_bias, results, config.down, 1, _gate(Gate(""), False))
     width = config.width or (256 if call.out.numel() <= _FEW else 1024)
     launching.launch(
         sum_kernel, (shape.tokens * triton.cdiv(shape.hidden, width),),
