@@ -57,6 +57,8 @@ class Reads:
     #: Descriptions of values that were read and can't be read again.
     unknown: dict[str, None] = field(default_factory=dict)
     _guards: tuple[Any, ...] = ()
+    #: What Dynamo names results that it took for constants, of calls that are noted.
+    _answers: set[str] = field(default_factory=set)
 
     def taking_guards(self, backend: Callable[..., Any]) -> Callable[..., Any]:
         """Return a Dynamo backend that keeps the guards, which Dynamo frees when it is done."""
@@ -84,6 +86,9 @@ class Reads:
             if kind in ("HASATTR", "NOT_PRESENT_IN_GENERIC_DICT") and isinstance(attribute, str):
                 self.attributes.setdefault((name, attribute, kind != "HASATTR"))
         self._guards = ()
+        for named in (self.sources, self.handed_through):
+            for name in self._answers:
+                named.pop(name, None)
         self.sources = {_with_modules(name, space): None for name in self.sources}
         self.handed_through = {_with_modules(name, space): None for name in self.handed_through}
         self.attributes = {(_with_modules(name, space), asked, own): None for name, asked, own in self.attributes}
@@ -110,7 +115,11 @@ class Reads:
         if inlined and isinstance(value, types.FunctionType) and value.__code__ in _ENCODERS:
             self.environment.update(dict.fromkeys(map(os.fsdecode, _constants(args) or ())))
         if getattr(value, "_dynamo_marked_constant", False):  # by `torch._dynamo.assume_constant_result`
-            self.refuse(f"what {value.__qualname__} returns, which is declared to be constant")
+            if "." in value.__qualname__ or not self._note_again(value, args, kwargs, result):  # of an object, say
+                self.refuse(f"what {value.__qualname__} returns, which is declared to be constant")
+            elif result.source is not None:
+                self._answers.add(name_of(result.source))
+            return
         if inlined:
             return
         owner = getattr(value, "__self__", None)
@@ -121,10 +130,15 @@ class Reads:
             self.refuse(f"{value.__name__}(), which each process answers in its own way")
         if home in _PURE or home.startswith(_OF_THE_TRACE) or isinstance(value, type) or not callable(value):
             return
+        self._note_again(value, args, kwargs, result)
+
+    def _note_again(self, value: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        """Note a call that can be made again, for its result to be compared; tell whether it can."""
         constants, named = _constants(args), _constants(kwargs.values())
         if constants is None or named is None or _constants((result,)) is None:
-            return
+            return False
         self.calls.append(Call(value, constants, dict(zip(kwargs, named, strict=True))))
+        return True
 
     def _note_attribute(self, value: Any, args: Any) -> None:
         """Note what is asked of objects whose attributes Dynamo does not guard: modules of Python."""

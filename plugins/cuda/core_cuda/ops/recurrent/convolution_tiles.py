@@ -42,12 +42,12 @@ class Tiles:
 
 def tiles_of(num_rows: int, channels: int) -> Tiles:
     """Return how so many packed rows are shared out: in lower tiles, then fewer channels, where programs are few."""
-    rows, block = 16, min(512, triton.next_power_of_2(channels))
+    rows, block = 4, min(256, triton.next_power_of_2(channels))
     wanted = _PROGRAMS_OF_MULTIPROCESSOR * launching.num_multiprocessors()
     while rows > 1 and triton.cdiv(num_rows, rows) * triton.cdiv(channels, block) < wanted:
         rows //= 2
     block = block_of(triton.cdiv(num_rows, rows), channels, most=block, least=64)
-    return Tiles(rows=rows, together=min(rows, 4), block=block)
+    return Tiles(rows=rows, together=rows, block=block)
 
 
 @triton.jit
