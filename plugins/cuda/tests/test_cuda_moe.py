@@ -16,7 +16,6 @@ from core.common.ops.moe.route import MOE_ROUTE
 from tests.kernel_cases import CPU, DTYPES, check, faked, in_fp64, laid_out, moved, randn
 
 pytest.importorskip("triton", reason="needs triton")
-from core_cuda.ops import launching
 from core_cuda.ops.activation import Gate
 from core_cuda.ops.moe import grouped_sort
 from core_cuda.ops.moe.grouped_configs import GroupedConfig, GroupedShape, Tile, candidates, default_config
