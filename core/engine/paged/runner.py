@@ -58,8 +58,7 @@ class PagedRunner:
 
         place: where the cache lies in blocks that other models have too; None for blocks of its own.
         """
-        self._model, self._device = model, device
-        self._block_size = config.block_size
+        self._model, self._device, self._block_size = model, device, config.block_size
         self._max_model_len = max_model_len
         self._max_blocks = -(-max_model_len // config.block_size)
         self._sampling = config.sampling
@@ -250,7 +249,8 @@ class PagedRunner:
         if not phases.has_graphs(self.program, "prefill"):
             if self._paged.recurrent.bounds_steps:
                 self.unserved = "its layers bound steps in prompts alone, and no graph of prompts does that here"
-            self.reason += "; prompts run eagerly"
+            if config.modes_of("prefill", self._device.capabilities) != ("off",):  # which is what was asked for
+                self.reason += "; prompts run eagerly"
 
     def _run_probes(self, run: Callable[[Step], Tensor], probes: Sequence[list[int]]) -> Mapping[str, list[Tensor]]:
         how: Any = {"num_drafts": self.num_drafts, "in_chunks": self._keeps_states or self._counts_itself}

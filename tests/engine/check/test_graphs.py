@@ -75,6 +75,13 @@ def test_the_engines_graphs_are_those_of_the_paged_cache_where_there_is_one(llam
         assert decode.cache == "static: asked for; up to 8 sequences at once"
 
 
+def test_graphs_that_are_looked_at_alone_say_nothing_of_how_prompts_run() -> None:
+    model = build_model(tiny_config("lfm2"), torch_device=torch.device("cpu"), dtype=torch.float32)
+    with engine_graphs(model, select_device("cpu"), phases=("decode",)) as (decode,):
+        assert decode.cache.startswith("paged: ") and "in slots, and prompts share no beginning" in decode.cache
+        assert "eagerly" not in decode.cache
+
+
 def test_a_model_that_can_not_be_paged_has_static_graphs_with_the_reason() -> None:
     model = build_model(tiny_config("codegen"), torch_device=torch.device("cpu"), dtype=torch.float32)
     with engine_graphs(model, select_device("cpu"), phases=("decode",)) as (decode,):
