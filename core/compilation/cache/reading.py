@@ -7,6 +7,7 @@ They are interpreted here, never handed to `eval`.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import json
 import os
@@ -26,7 +27,7 @@ from core.compilation.cache.uncacheable import Uncacheable
 from core.compilation.cache.values import ATOMS, Texts, name_of, tensor_text
 from core.compilation.capture.breaks import modules_of
 from core.compilation.trace.model_tensors import content_digest
-from core.compilation.trace.reads import Reads
+from core.compilation.trace.reads import UNKNOWN, Reads
 
 ABSENT = "(absent)"
 """The text of a missing value: an unset environment variable, a missing builtin, an expression that resolves to
@@ -57,7 +58,9 @@ def expressions_of(reads: Reads, phase: str, *, hands_through: bool) -> Iterator
     for call in reads.calls:
         if not getattr(call.function, "__module__", None) or not hasattr(call.function, "__qualname__"):
             raise Uncacheable(f"the model calls {call.function!r} while it is traced, to which no name leads")
-        yield f"call({name_of(call.function)!r}, {json.dumps([encode(call.args), encode(dict(call.kwargs))])!r})"
+        given = json.dumps([encode(call.args), encode(dict(call.kwargs))])
+        answer = "" if call.answer is UNKNOWN else f", {json.dumps(encode(call.answer))!r}"
+        yield f"call({name_of(call.function)!r}, {given!r}{answer})"
 
 
 def content_of(path: str) -> str:
@@ -273,13 +276,25 @@ def _builtin(module: str, name: str) -> Any:
     return builtins[name] if name in builtins else _Fact(ABSENT)
 
 
-def _call(name: str, arguments: str) -> Any:
+def _call(name: str, arguments: str, answer: str = "") -> Any:
+    """Call a function again. answer: what it has to return, or the value has no text; "" for anything."""
     module, _, path = name.partition(":")
     found = _module(module)
     for part in path.split("."):
         found = getattr(found, part)
     args, kwargs = (decode(each, {}) for each in json.loads(arguments))
-    return found(*args, **kwargs)
+    if not answer:
+        return found(*args, **kwargs)
+    if isinstance(found, functools._lru_cache_wrapper):  # which a trace steps past, too
+        found = found.__wrapped__
+    try:
+        now = found(*args, **kwargs)
+        same = json.dumps(encode(now)) == answer
+    except Exception as error:
+        raise Uncacheable(f"the model reads what {name} returns, which raises {type(error).__name__} now") from error
+    if not same:
+        raise Uncacheable(f"the model reads what {name} returns: another value now than in the trace")
+    return now
 
 
 _LOOKUPS: dict[str, Callable[..., Any]] = {

@@ -8,6 +8,7 @@ constants that are handed through. So these are recorded where Dynamo meets them
 from __future__ import annotations
 
 import builtins
+import functools
 import os
 import re
 import sys
@@ -30,6 +31,10 @@ _OF_THE_PROCESS = frozenset({"id", "hash", "dir"})
 """Builtins whose answers another process does not give."""
 
 
+UNKNOWN = object()
+"""Stands for an answer that is not kept, since it follows from values that are compared."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A function that Dynamo called while tracing, with constants, and put the constant result in its place."""
@@ -37,6 +42,8 @@ class Call:
     function: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    #: what it returned in the trace, of a function that is declared constant: it need not answer so outside of one
+    answer: Any = UNKNOWN
 
 
 @dataclass(slots=True)
@@ -114,13 +121,7 @@ class Reads:
         inlined = hasattr(function, "get_code")
         if inlined and isinstance(value, types.FunctionType) and value.__code__ in _ENCODERS:
             self.environment.update(dict.fromkeys(map(os.fsdecode, _constants(args) or ())))
-        if getattr(value, "_dynamo_marked_constant", False):  # by `torch._dynamo.assume_constant_result`
-            if "." in value.__qualname__ or not self._note_again(value, args, kwargs, result):  # of an object, say
-                self.refuse(f"what {value.__qualname__} returns, which is declared to be constant")
-            elif result.source is not None:
-                self._answers.add(name_of(result.source))
-            return
-        if inlined:
+        if inlined or _is_declared(value):
             return
         owner = getattr(value, "__self__", None)
         if owner is not None and not isinstance(owner, (types.ModuleType, type)):
@@ -130,15 +131,21 @@ class Reads:
             self.refuse(f"{value.__name__}(), which each process answers in its own way")
         if home in _PURE or home.startswith(_OF_THE_TRACE) or isinstance(value, type) or not callable(value):
             return
-        self._note_again(value, args, kwargs, result)
-
-    def _note_again(self, value: Any, args: Any, kwargs: Any, result: Any) -> bool:
-        """Note a call that can be made again, for its result to be compared; tell whether it can."""
         constants, named = _constants(args), _constants(kwargs.values())
         if constants is None or named is None or _constants((result,)) is None:
-            return False
+            return
         self.calls.append(Call(value, constants, dict(zip(kwargs, named, strict=True))))
-        return True
+
+    def note_declared(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note a call of a function that is declared constant: Dynamo makes it, whatever led to it."""
+        constants, named = _constants(args), _constants(kwargs.values())
+        if constants is None or named is None or not result.is_python_constant() or not _is_found(function):
+            self.refuse(f"what {function.__qualname__} returns, which is declared to be constant")
+            return
+        again = dict(zip(kwargs, named, strict=True))
+        self.calls.append(Call(function, constants, again, result.as_python_constant()))
+        if result.source is not None:  # a name of Dynamo's own for the result
+            self._answers.add(name_of(result.source))
 
     def _note_attribute(self, value: Any, args: Any) -> None:
         """Note what is asked of objects whose attributes Dynamo does not guard: modules of Python."""
@@ -158,7 +165,7 @@ def recording() -> Iterator[Reads]:
     from unittest.mock import patch
 
     from torch._dynamo import symbolic_convert
-    from torch._dynamo.variables import builder, lazy
+    from torch._dynamo.variables import builder, functions, lazy, nn_module
 
     reads, frame = Reads(), symbolic_convert.InstructionTranslatorBase
 
@@ -181,6 +188,12 @@ def recording() -> Iterator[Reads]:
         noted(reads.note_call, fn.realize(), args, kwargs, self.stack[-1])
         return found
 
+    def declared(original: Callable[..., Any], tx: Any, fn: Any, name: str, args: Any, kwargs: Any) -> Any:
+        found = original(tx, fn, name, args, kwargs)
+        if _is_declared(fn):
+            noted(reads.note_declared, fn, args, kwargs, found)
+        return found
+
     def hand_through(original: Callable[..., Any], value: Any, source: Any, **options: Any) -> Any:
         reads.handed_through.setdefault(name_of(source))
         return original(value, source, **options)
@@ -189,6 +202,8 @@ def recording() -> Iterator[Reads]:
         (builder.VariableBuilder, "__call__", build),
         (frame, "load_builtin_from_argval", load_builtin),
         (frame, "call_function", call),
+        (functions, "invoke_and_store_as_constant", declared),
+        (nn_module, "invoke_and_store_as_constant", declared),
     ]
     kind: Any = getattr(lazy, "LazyConstantVariable", None)  # torch 2.11 guards such constants at once
     wrapped += [(kind, "create", hand_through)] if kind is not None else []
@@ -224,6 +239,17 @@ def _constants(values: Any) -> tuple[Any, ...] | None:
     if not all(each.is_python_constant() for each in values):
         return None
     return tuple(each.as_python_constant() for each in values)
+
+
+def _is_declared(function: Any) -> bool:
+    """Return whether a function's results are constants to Dynamo, by `torch._dynamo.assume_constant_result`."""
+    return bool(getattr(function, "_dynamo_marked_constant", False))
+
+
+def _is_found(function: Any) -> bool:
+    """Return whether the name of a function of a module leads to it, or to a cache of its results."""
+    found = getattr(sys.modules.get(function.__module__), function.__qualname__, None)
+    return (found.__wrapped__ if isinstance(found, functools._lru_cache_wrapper) else found) is function
 
 
 def _callee(function: Any) -> Any:

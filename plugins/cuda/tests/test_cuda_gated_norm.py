@@ -41,12 +41,19 @@ class GateFirst(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         value, gate = x.chunk(2, -1)
         wide = x.dtype if self.variant == "half" else torch.float32
-        gated = value.sin().to(wide) * functional.silu(gate.to(wide))
+        gated = value.sin().to(wide) * functional.silu(gate if self.variant == "half gate" else gate.to(wide))
         normed = gated.unflatten(-1, (self.groups, -1)).to(torch.float32)
         normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + 1e-5)
         if self.variant == "apart":
             cosines: Tensor = normed.to(x.dtype).cos()
             return cosines.flatten(-2)
+        if self.variant == "of a group":
+            shared: Tensor = self.weight[: normed.shape[-1]] * normed.to(x.dtype)
+            return shared.flatten(-2)
+        if self.variant == "rounded early":
+            return (normed.to(x.dtype).flatten(-2).float() * self.weight.float()).to(x.dtype)
+        if self.variant == "mask":
+            return normed.flatten(-2).to(x.dtype) * (self.weight > 1)
         result: Tensor = self.weight * normed.flatten(-2).to(x.dtype)
         return result + gated.to(x.dtype) if self.variant == "reread" else result
 
@@ -82,6 +89,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "one group": partial(GateFirst, 48, 1),
     "groups": partial(GateFirst, 48, 4),
     "norm first": partial(NormFirst, 48),
+    "rounded early": partial(GateFirst, 48, 4, "rounded early"),
 }
 
 
@@ -117,10 +125,16 @@ def test_every_example_has_a_match(kernel_device: torch.device) -> None:
     [
         (GateFirst(48, 4, "reread"), torch.float32, "is used otherwise than in"),
         (GateFirst(48, 4, "apart"), torch.float32, "leaves the groups of"),
-        (GateFirst(48, 1, "half"), HALF, "gates and norms in torch.float32"),
+        (GateFirst(48, 1, "half"), HALF, "and the kernel in torch.float32"),
+        (GateFirst(48, 4, "half gate"), HALF, "and the kernel in torch.float32"),
+        (GateFirst(48, 4, "of a group"), HALF, "the weight has shape (12,), and rows have 48 columns"),
+        (GateFirst(48, 4, "mask"), HALF, "weight is torch.bool"),
         (NormFirst(48, "reread"), torch.float32, "is used otherwise than in"),
     ],
-    ids=["gated read twice", "groups apart", "gate in half precision", "normed read twice"],
+    ids=[
+        *("gated read twice", "groups apart", "all in half precision", "gate in half precision"),
+        *("a group's weight", "a mask", "normed read twice"),
+    ],
 )
 @torch.no_grad()
 def test_what_differs_in_one_thing_stays(
@@ -176,7 +190,8 @@ def test_the_kernel_computes_what_its_reference_does(
             options: dict[str, Any] = {"kind": kind, "norm_first": norm_first, "groups": groups, "offset": 0.25}
             found = gated_norm(x, gate, weight, 1e-5, **options, **rounding)
             wanted = module._reference(x, gate, weight, 1e-5, **options, **rounding)
-            assert (found.shape, found.dtype, found.is_contiguous()) == (x.shape, dtype, True), name
+            made = module._fake(x, gate, weight, 1e-5, **options, **rounding)
+            assert (found.shape, found.stride(), found.dtype) == (x.shape, made.stride(), dtype), name
             if not found.numel():
                 continue
             with Fp64Mode():
@@ -188,6 +203,8 @@ def test_the_kernel_computes_what_its_reference_does(
 
 def test_rows_that_the_kernel_does_not_take_are_refused() -> None:
     x = torch.empty(2, 40_000, device="meta")
-    assert "and the kernel takes 16384 at most" in module.why_not(x, x, 2)
-    assert module.why_not(x, x, 4) == ""
-    assert "gate is torch.float64" in module.why_not(x, x.double(), 4)
+    assert "and the kernel takes 16384 at most" in module.why_not(x, x, None, 2)
+    assert module.why_not(x, x, x[0], 4, torch.float32, None) == ""
+    assert "gate is torch.float64" in module.why_not(x, x.double(), None, 4)
+    assert "weight has shape (10000,), and rows have 40000" in module.why_not(x, x, x[0, :10_000], 4)
+    assert "it rounds to torch.int32" in module.why_not(x, x, None, 4, torch.int32)

@@ -296,10 +296,6 @@ PAIRS: dict[str, tuple[Read, Change]] = {
     # Modules of Python.
     "global": (lambda m, x: x * NUMBER, patches(sys.modules[__name__], "NUMBER", 3.0)),
     "item of a global": (lambda m, x: x * TABLE["by"], lambda m, patch: patch.setitem(TABLE, "by", 3.0)),
-    "result that is declared constant": (
-        lambda m, x: x * read_elsewhere.declared(1.0, times=2.0),
-        patches(read_elsewhere, "DECLARED", 3.0),
-    ),
     "global of another module": (lambda m, x: x * read_elsewhere.BY, patches(read_elsewhere, "BY", 3.0)),
     "global of a function elsewhere": (lambda m, x: read_elsewhere.scaled(x), patches(read_elsewhere, "INNER", 3.0)),
     "name that a module lacks": (

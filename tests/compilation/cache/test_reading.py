@@ -184,12 +184,51 @@ class Declares:
         return self.by
 
 
+def within_autocast(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x * read_elsewhere.in_autocast()
+
+
+def both_sides(m: Any, x: Tensor) -> Tensor:
+    right = read_elsewhere.right()
+    y = x * 3 if right else x * 5
+    return y + 1 if read_elsewhere.side("left") else y
+
+
+DECLARED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, Any]] = {
+    "function": (lambda m, x: x * read_elsewhere.declared(1.0, times=2.0), "DECLARED", 3.0),
+    "cached function": (lambda m, x: x + 1 if read_elsewhere.kept("left") else x, "SIDES", [False, True]),
+    "partial beside another call of equal answer": (both_sides, "SIDES", [True, False]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")  # which it steps past
+@pytest.mark.parametrize("name", DECLARED)
+def test_functions_that_are_declared_constant_are_called_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, changed, to = DECLARED[name]
+    traced = trace(Holds(read).eval(), {"x": X})
+    assert traced.reads is not None
+    expressions = list(expressions_of(traced.reads, "main", hands_through=True))
+
+    def texts() -> dict[str, str]:
+        model = Holds(read)
+        return Reading({"main": model}, names_in(traced.code), Layouts({"main": model})).read(expressions, strict=False)
+
+    was = texts()
+    assert texts() == was
+    monkeypatch.setattr(read_elsewhere, changed, to)
+    assert texts() != was
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Any, str]] = {
     "identity": (lambda m, x: x + id(m.held) % 2, [1], "id()"),
     "whole environment": (lambda m, x: x + len(os.environ), None, "environment"),
     "object for a key": (lambda m, x: x * len(m.held), {object(): 2.0}, "for a key"),
     "random numbers of C's": (lambda m, x: x + 1 if m.held is not None else x, random.Random(0), "can't be read"),
     "result that is declared constant": (lambda m, x: x * m.held.constant(), Declares(), "declared to be constant"),
+    "copy of the declaration": (lambda m, x: x * read_elsewhere.wrapped(1.0), None, "declared to be constant"),
+    "declared method": (lambda m, x: x * m.held.method(), read_elsewhere.Holding(), "declared to be constant"),
+    "answer of the trace alone": (within_autocast, None, "another value now than in the trace"),
     "number of numpy": (lambda m, x: x * m.held, np.float32(2.0), "___from_numpy"),
 }
 

@@ -26,6 +26,7 @@ from core.common.passes import (
     value_of,
     view,
 )
+from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.norm.gated_norm import gated_norm, why_not
 from core_cuda.passes.examples import gated_norms
 from core_cuda.passes.taking import given
@@ -51,6 +52,9 @@ class _Match:
     links: dict[fx.Node, fx.Node]
     weight: Any
     normed_dtype: torch.dtype | None
+    #: as `core::rms_norm` has them, where the weight is the norm's own
+    offset: float
+    weight_dtype: torch.dtype | None
     groups: int = 1
 
 
@@ -64,12 +68,19 @@ def _gate_first(norm: fx.Node) -> Site | NearMiss | None:
     if groups is None:
         return near_miss(norm, f"{source} does not cut the columns of {gated} into groups")
     links = {gated: norm} if source is gated else {gated: source, source: norm}
-    normed = call["normed_dtype"] if call["weight"] is not None else view.dtype(norm)
-    match = _Match(norm, gated, given(gated)["up"], norm, links, call["weight"], normed, groups)
+    match = _Match(norm, gated, given(gated)["up"], norm, links, *_weight_of(norm), groups)
     _read_on(match)
     if not view.same_shape(match.end, gated):
         return near_miss(norm, f"{match.end} leaves the groups of {gated} apart")
     return _site(match, norm_first=False)
+
+
+def _weight_of(norm: fx.Node) -> tuple[Any, torch.dtype | None, float, torch.dtype | None]:
+    """Return a norm's weight, what its rows are rounded to before that, its offset, and what the weight is cast to."""
+    call = given(norm)
+    if call["weight"] is None:
+        return None, view.dtype(norm), 0.0, None
+    return call["weight"], call["normed_dtype"], call["offset"], call["weight_dtype"]
 
 
 def _read_on(match: _Match) -> None:
@@ -79,7 +90,8 @@ def _read_on(match: _Match) -> None:
         match.end, after = after, view.only_user(after)
     if match.weight is not None:
         return
-    if after is not None and view.source_of_cast(after) is match.end:
+    rounds = after is not None and view.dtype(match.end) == torch.float32 and view.dtype(after) in DTYPES
+    if after is not None and rounds and view.source_of_cast(after) is match.end:
         match.end, match.normed_dtype, after = after, view.dtype(after), view.only_user(after)
     weight = view.other(after, match.end) if after is not None and view.kind(after) == "mul" else None
     columns = view.shape(match.gated)
@@ -92,12 +104,10 @@ def _norm_first(gated: fx.Node) -> Site | NearMiss | None:
     norm = view.without_exact_casts(wide)[0] if isinstance(wide, fx.Node) else None
     if norm is None or find_op(norm.target) is not RMS_NORM:
         return None
-    call = given(norm)
     links = {norm: gated} if wide is norm else {norm: wide, wide: gated}
-    normed = call["normed_dtype"] if call["weight"] is not None else view.dtype(norm)
-    match = _Match(norm, gated, call["x"], gated, links, call["weight"], normed)
+    match = _Match(norm, gated, given(norm)["x"], gated, links, *_weight_of(norm))
     narrow = view.only_user(gated)
-    if narrow is not None and view.source_of_cast(narrow) is gated:
+    if narrow is not None and view.source_of_cast(narrow) is gated and view.dtype(narrow) in DTYPES:
         match.end = narrow
     return _site(match, norm_first=True)
 
@@ -123,10 +133,21 @@ def _site(match: _Match, *, norm_first: bool) -> Site | NearMiss:
             return near_miss(norm, f"{each} is used otherwise than in {after}")
     if gating["limit"] or gating["up_offset"]:
         return near_miss(norm, f"{gated} bounds or shifts what it multiplies")
-    if view.dtype(gated) != torch.float32 or norming["compute_dtype"] not in (None, torch.float32):
-        return near_miss(norm, f"{gated} is {view.dtype(gated)}, and the kernel gates and norms in torch.float32")
+    if norming["weight"] is None and norming["normed_dtype"] not in (None, torch.float32, view.dtype(norm)):
+        return near_miss(norm, f"{norm} rounds twice")
+    wide = (view.dtype(gated), view.dtype(gating["gate"]), norming["compute_dtype"] or torch.float32)
+    if wide != (torch.float32,) * 3 or view.dtype(norming["x"]) not in DTYPES:
+        found = ", ".join(map(str, wide))
+        return near_miss(norm, f"{gated}, its gate and the norm compute in {found}, and the kernel in torch.float32")
     x, gate = (view.without_exact_casts(each)[0] for each in (match.x, gating["gate"]))
-    if reason := why_not(value_of(x), value_of(gate), match.groups):
+    rounding = {
+        "normed_dtype": match.normed_dtype,
+        "weight_dtype": match.weight_dtype,
+        "middle_dtype": view.dtype(norm if norm_first else match.end),
+        "out_dtype": view.dtype(match.end),
+    }
+    weight = value_of(match.weight) if isinstance(match.weight, fx.Node) else None
+    if reason := why_not(value_of(x), value_of(gate), weight, match.groups, *rounding.values()):
         return near_miss(norm, reason)
     return Site(
         anchor=match.end,
@@ -136,11 +157,8 @@ def _site(match: _Match, *, norm_first: bool) -> Site | NearMiss:
             "kind": gating["kind"],
             "norm_first": norm_first,
             "groups": match.groups,
-            "offset": norming["offset"],
-            "normed_dtype": match.normed_dtype,
-            "weight_dtype": norming["weight_dtype"],
-            "middle_dtype": view.dtype(norm if norm_first else match.end),
-            "out_dtype": view.dtype(match.end),
+            "offset": match.offset,
+            **rounding,
         },
         interior=view.between(match.end, x, gate, match.weight),
     )

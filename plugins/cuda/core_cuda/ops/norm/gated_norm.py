@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from core.common.ops.layout import layouts_of
-from core.common.ops.mlp.activation import ACTIVATIONS
+from core.common.ops.mlp.activation import ACTIVATIONS, GATED_ACTIVATION
 from core.common.ops.norm.norms import RMS_NORM
 from core_cuda.ops import launching
 from core_cuda.ops.activation import activate
@@ -37,15 +37,21 @@ _SCHEMA = (
 )
 
 
-def why_not(x: Any, gate: Any, groups: int) -> str:
-    """Return why the kernel can't take rows of x and gate (..., D) in this many groups of columns, or ""."""
+def why_not(x: Any, gate: Any, weight: Any, groups: int, *dtypes: torch.dtype | None) -> str:
+    """Return why the kernel can't take rows of x and gate (..., D) in this many groups of columns, or "".
+
+    weight: None, or a tensor. dtypes: of rounding, see `gated_norm`; None is not asked about.
+    """
     width = x.shape[-1]
     if type(width) is not int or not 0 < width // groups <= MAX_WIDTH:
         return f"a group has {width} of {groups} columns, and the kernel takes {MAX_WIDTH} at most"
-    for name, each in (("x", x), ("gate", gate)):
-        if each.dtype not in DTYPES:
+    if weight is not None and tuple(weight.shape) != (width,):
+        return f"the weight has shape {tuple(weight.shape)}, and rows have {width} columns"
+    for name, each in (("x", x), ("gate", gate), ("weight", weight)):
+        if each is not None and each.dtype not in DTYPES:
             return f"{name} is {each.dtype}, which the kernel does not take"
-    return ""
+    other = next((each for each in dtypes if each is not None and each not in DTYPES), None)
+    return "" if other is None else f"it rounds to {other}, which the kernel does not do"
 
 
 def _reference(
@@ -74,8 +80,9 @@ def _reference(
     return result.to(out_dtype or torch.float32)
 
 
-def _fake(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, **options: Any) -> Tensor:
-    return torch.empty_like(x, dtype=options.get("out_dtype") or torch.float32, memory_format=torch.contiguous_format)
+def _fake(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, *, kind: str, **options: Any) -> Tensor:
+    gated: Tensor = GATED_ACTIVATION.fake(gate.float(), x.float(), kind=kind)  # strides of a product of both
+    return gated.to(options.get("out_dtype") or torch.float32)
 
 
 @own_kernel(_SCHEMA, _fake, _reference)
@@ -90,7 +97,10 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, **opt
     ((shape, strides, dtype),) = layouts_of(_fake, (x, gate, weight, eps), options)
     out = torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
     groups = options.get("groups", 1)
-    x, gate, parts = (_in_groups(each, groups) for each in (x, gate, out))
+    if reason := why_not(x, gate, weight, groups):
+        raise ValueError(f"core_cuda::gated_norm: {reason}")
+    written = out if out.is_contiguous() else torch.empty(shape, dtype=dtype, device=x.device)
+    x, gate, parts = (_in_groups(each, groups) for each in (x, gate, written))
     rows, width = as_rows({"x": x, "gate": gate}, {"out": parts}), x.shape[-1]
     config = default_config(rows.count, width)
     rounding = [options.get(name) or torch.float32 for name in ("normed_dtype", "middle_dtype")]
@@ -114,7 +124,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, **opt
         num_warps=config.num_warps,
     )
     rows.flush()
-    return out
+    return out if written is out else out.copy_(written)
 
 
 def _in_groups(x: Tensor, groups: int) -> Tensor:
