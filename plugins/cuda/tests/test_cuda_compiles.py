@@ -54,7 +54,7 @@ KERNELS: dict[str, set[str]] = {
     "lora": {"shrink_kernel", "expand_kernel"},
     "weight_only": {"coded_kernel", "hopper_coded_kernel", "_dequantize_kernel"},
     "rows": {
-        *("norm_kernel", "long_norm_kernel", "pair_norm_kernel", "normed_sum_kernel"),
+        *("norm_kernel", "long_norm_kernel", "pair_norm_kernel", "normed_sum_kernel", "gated_norm_kernel"),
         *("_gate_kernel", "squared_relu_kernel", "_rows_kernel", "_parts_kernel", "_whole_scale_kernel"),
         *("_argmax_kernel", "bounds_kernel", "histogram_kernel", "choose_kernel"),
     },
@@ -89,6 +89,7 @@ OTHERS = (
         "rms_norm 1x4096",
         "two_rms_norms 64x4096",
         "normed_sum 64x4096",
+        "gated_norm 64x4096",
         "squared_relu 64x21504",
         "quantize token 1x4096",
         "quantize int8 1x4096",
