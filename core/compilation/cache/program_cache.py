@@ -21,7 +21,8 @@ from core.compilation.cache.differences import Difference, Places, each_line, ex
 from core.compilation.cache.entry import Damaged, Gone
 from core.compilation.cache.folders import Untrusted
 from core.compilation.cache.literals import Targets
-from core.compilation.cache.reading import ABSENT, Layouts, Reading, content_of, content_path, expressions_of
+from core.compilation.cache.lookups import ABSENT
+from core.compilation.cache.reading import Layouts, Reading, content_of, content_path, expressions_of
 from core.compilation.cache.reports import decode_report, encode_report
 from core.compilation.cache.source import source_place
 from core.compilation.cache.store import SOURCE, Store, key_of

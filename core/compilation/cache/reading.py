@@ -7,31 +7,24 @@ They are interpreted here, never handed to `eval`.
 from __future__ import annotations
 
 import ast
-import functools
-import importlib
 import json
-import os
 import re
-import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.compilation.cache.differences import shown
-from core.compilation.cache.literals import decode, encode
+from core.compilation.cache.literals import encode
+from core.compilation.cache.lookups import ABSENT, LOOKUPS, Fact, module_of
 from core.compilation.cache.uncacheable import Uncacheable
 from core.compilation.cache.values import ATOMS, Texts, name_of, tensor_text
 from core.compilation.capture.breaks import modules_of
-from core.compilation.trace.model_tensors import content_digest
 from core.compilation.trace.reads import UNKNOWN, Reads
 
-ABSENT = "(absent)"
-"""The text of a missing value: an unset environment variable, a missing builtin, an expression that resolves to
-nothing."""
 _MODEL = "L['model']"
 _GIVEN = re.compile(r"L\['(inputs|constants)'\]|\.environ\._data\b")
 """Sources that other factors cover: inputs and guards by the request, the environment by variable."""
@@ -136,7 +129,7 @@ class Reading:
             raise
         except Exception:  # whatever a lookup raises: the trace found a value there, or will find none either
             return ABSENT
-        if isinstance(value, _Fact):
+        if isinstance(value, Fact):
             return value
         if isinstance(value, dict) and (hooks := _HOOKS.fullmatch(expression)):
             return self.texts.of(_ranked(value, self._at(hooks[1])))
@@ -173,7 +166,7 @@ class Reading:
             return self._reached(expression)
         if asked := _OF_A_CHAIN.fullmatch(expression):
             lookup, chain, name = asked.groups()
-            return _LOOKUPS[lookup](self._reached(chain), *(() if name is None else (name,)))
+            return LOOKUPS[lookup](self._reached(chain), *(() if name is None else (name,)))
         return self._value(ast.parse(expression, mode="eval").body)
 
     def _reached(self, chain: str) -> Any:
@@ -182,7 +175,7 @@ class Reading:
         if before == "phases":
             return self._phases[key]
         if before == "modules":
-            return _module(key)
+            return module_of(key)
         if before not in self._beginnings:
             self._beginnings[before] = self._reached(before)
         owner = self._beginnings[before]
@@ -199,7 +192,7 @@ class Reading:
             case ast.Subscript(value=ast.Name(id="phases"), slice=ast.Constant(value=name)):
                 return self._phases[str(name)]
             case ast.Subscript(value=ast.Name(id="modules"), slice=ast.Constant(value=name)):
-                return _module(str(name))
+                return module_of(str(name))
             case ast.Subscript():
                 return self._value(node.value)[self._value(node.slice)]
             case ast.Tuple():
@@ -211,8 +204,8 @@ class Reading:
         raise Uncacheable(f"the model reads {ast.unparse(node)}, which can't be read again")
 
     def _called(self, name: str, node: ast.Call) -> Any:
-        if name in _LOOKUPS:
-            return _LOOKUPS[name](*map(self._value, node.args))
+        if name in LOOKUPS:
+            return LOOKUPS[name](*map(self._value, node.args))
         if not node.args:
             held = self._value(node.func)
             if isinstance(held, weakref.ref):
@@ -245,71 +238,3 @@ class Layouts:
         if known is tensor:
             return text, ("then", memory)
         return tensor_text(tensor), ("now", tensor.untyped_storage()._cdata)
-
-
-class _Fact(str):
-    """A text that prints as it is."""
-
-    __slots__ = ()
-
-
-def _module(name: str) -> Any:
-    return sys.modules.get(name) or importlib.import_module(name)
-
-
-def _own(value: Any, name: str) -> _Fact:
-    return _Fact(name in getattr(value, "__dict__", ()))
-
-
-def _environment(name: str) -> _Fact:
-    return _Fact(repr(os.environ[name]) if name in os.environ else ABSENT)
-
-
-def _builtin(module: str, name: str) -> Any:
-    try:
-        space = vars(_module(module))
-    except ImportError:
-        raise Uncacheable(f"the model's code is of a module {module}, which can't be imported") from None
-    if name in space:
-        return _Fact(f"a global of {module}")
-    builtins = vars(sys.modules["builtins"])
-    return builtins[name] if name in builtins else _Fact(ABSENT)
-
-
-def _call(name: str, arguments: str, answer: str = "") -> Any:
-    """Call a function again. answer: what it has to return, or the value has no text; "" for anything."""
-    module, _, path = name.partition(":")
-    found = _module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    args, kwargs = (decode(each, {}) for each in json.loads(arguments))
-    if not answer:
-        return found(*args, **kwargs)
-    if isinstance(found, functools._lru_cache_wrapper):  # which a trace steps past, too
-        found = found.__wrapped__
-    try:
-        now = found(*args, **kwargs)
-        same = json.dumps(encode(now)) == answer
-    except Exception as error:
-        raise Uncacheable(f"the model reads what {name} returns, which raises {type(error).__name__} now") from error
-    if not same:
-        raise Uncacheable(f"the model reads what {name} returns: another value now than in the trace")
-    return now
-
-
-_LOOKUPS: dict[str, Callable[..., Any]] = {
-    "type": lambda value: type(value),
-    "dict": lambda value: dict(value),
-    "list": lambda value: list(value),
-    "getattr": lambda value, name: getattr(value, name),
-    "object.__getattribute__": object.__getattribute__,
-    "list.__getitem__": list.__getitem__,
-    "dict.__getitem__": dict.__getitem__,
-    "dict.keys": dict.keys,
-    "hasattr": lambda value, name: _Fact(hasattr(value, name)),
-    "own": _own,
-    "environment": _environment,
-    "builtin": _builtin,
-    "call": _call,
-    "content": lambda tensor: _Fact(content_digest(tensor)),
-}

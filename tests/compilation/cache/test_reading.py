@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.compilation.cache.reading import ABSENT, Layouts, Reading, expressions_of
+from core.compilation.cache.lookups import ABSENT
+from core.compilation.cache.reading import Layouts, Reading, expressions_of
 from core.compilation.cache.uncacheable import Uncacheable
 from core.compilation.cache.values import names_in
 from core.compilation.trace.tracing import trace
