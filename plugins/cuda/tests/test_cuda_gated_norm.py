@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -118,6 +119,38 @@ def test_every_example_has_a_match(kernel_device: torch.device) -> None:
     for model, (x,) in FUSE_GATED_NORM.examples():
         reports = compiled(model, device_with(kernel_device, FUSE_GATED_NORM), x, strict=True)[1]
         assert reports[NAME].matched == 1, model
+
+
+class Own(nn.Module):
+    """A norm with a gate of transformers' own."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = x.chunk(2, -1)
+        result: Tensor = self.norm(value.sin(), gate)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        *(("mamba2", "MambaRMSNormGated"), ("nemotron_h", "NemotronHRMSNormGated"), ("bamba", "BambaRMSNormGated")),
+        *(("zamba2", "Zamba2RMSNormGated"), ("granitemoehybrid", "GraniteMoeHybridRMSNormGated")),
+        *(("qwen3_next", "Qwen3NextRMSNormGated"), ("qwen3_5", "Qwen3_5RMSNormGated")),
+        ("olmo_hybrid", "OlmoHybridRMSNormGated"),
+    ],
+)
+@torch.no_grad()
+def test_norms_of_transformers_models_match(model_type: str, name: str, kernel_device: torch.device) -> None:
+    source = pytest.importorskip(f"transformers.models.{model_type}.modeling_{model_type}", reason="no such models")
+    kind = getattr(source, name)
+    groups = {"group_size": 12} if "group_size" in inspect.signature(kind).parameters else {}
+    device = device_with(kernel_device, FUSE_GATED_NORM)
+    report = compiled(Own(kind(48, **groups)), device, randn(9, 96, dtype=HALF), strict=True)[1][NAME]
+    assert (report.matched, report.near_misses) == (1, ())
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,9 @@ def _norm_first(gated: fx.Node) -> Site | NearMiss | None:
 def _groups(whole: fx.Node, parts: fx.Node) -> int | None:
     """Return into how many groups of columns a node cuts the rows of another, 1 if it is the other; None if it does
     otherwise."""
-    if parts is whole:
-        return 1
-    before, after = view.shape(whole) or (), view.shape(parts) or ()
     if view.same_shape(whole, parts):
         return 1
+    before, after = view.shape(whole) or (), view.shape(parts) or ()
     width, (groups, size) = before[-1:], after[-2:] if len(after) > 1 else (0, 0)
     is_cut = all(type(each) is int for each in (*width, groups, size)) and width == (groups * size,)
     return groups if is_cut and same_sizes(before[:-1], after[:-2]) else None
