@@ -31,6 +31,7 @@ def _spellings() -> dict[Any, str]:
         operator.truediv: "div",
         operator.pow: "pow",
         operator.neg: "neg",
+        operator.gt: "gt",
         operator.getitem: "getitem",
         operator.matmul: "matmul",
         F.silu: "silu",
@@ -79,7 +80,7 @@ _NAMES = (
     *("clamp_max", "clamp_min", "narrow", "unbind", "select", "slice", "split_with_sizes", "squeeze", "contiguous"),
     *("layer_norm", "mm", "addmm", "baddbmm", "_grouped_mm", "norm", "linalg_vector_norm", "expand_as"),
     *("where", "einsum", "dropout", "repeat", "amax", "max", "_softmax", "swapaxes", "logsumexp", "maximum"),
-    *("conv1d", "index_select", "t"),
+    *("conv1d", "index_select", "t", "gt", "log"),
 )
 _METHODS = {name: name for name in _NAMES} | {
     **dict.fromkeys(("to", "type_as", "type", "float", "half", "bfloat16", "double"), "cast"),

@@ -69,7 +69,7 @@ KERNELS: dict[str, set[str]] = {
     "rotary": {"rotary_kernel", "_table_kernel", "prefill_kernel", "hopper_kernel"},
     "recurrent": {
         *("_convolution_kernel", "_packed_kernel", "_states_kernel", "_delta_kernel", "_state_space_kernel"),
-        *("_features_kernel",),
+        *("_features_kernel", "delta_gates_kernel"),
         *("delta_inverses_kernel", "delta_states_kernel", "delta_outputs_kernel"),
         *("steps_kernel", "passing_kernel", "outputs_kernel"),
     },
@@ -100,7 +100,7 @@ OTHERS = (
     *("8b 4096 in 8", "gemma 2", "8b codes, coded", "qwen3 8", "mixtral 64", "qwen3 4096", "route qwen3"),
     *("qwen3 pairs 64", "qwen3 sum 64", "qwen3 shared gate 64"),
     *("qwen3 8 experts", "qwen3 32768 experts"),
-    *("convolution 64", "delta 64", "kimi 1", "state space 64", "state space of prompts"),
+    *("convolution 64", "delta 64", "gates 64", "kimi 1", "state space 64", "state space of prompts"),
     *("alike linear 1024 x 6144", "alike attention 128, 64"),
     *("8b rotary 64", "8b table 64", "8b qk norm 64", "8b codes, half 64"),
 )

@@ -224,3 +224,18 @@ def test_adapters_run_on_the_kernels_and_join_where_layers_do(kernel_device: tor
             (truth,) = fp64_logits(exact, *given, engine.native_attention)
             assert completion.logits is not None
             assert judge(completion.logits.cpu(), eager.cpu(), truth.cpu()).passed
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear"])
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
+def test_gates_of_a_delta_rule_share_a_launch(name: str, kernel_device: torch.device) -> None:
+    device = device_of(kernel_device)
+    loaded = build_model(tiny_config(name), torch_device=device.torch_device, dtype=torch.bfloat16)
+    with Engine(loaded, device, CONFIG) as engine:
+        for trace in engine.report().traces:
+            passes = {report.name: report for report in trace.passes}
+            assert passes["lift_gated_delta_rule"].matched > 0
+            gates, rule = passes["fuse_delta_gates"], passes["lift_gated_delta_rule"]
+            assert (gates.matched, gates.near_misses) == (rule.matched, ()), trace.phase
+        result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
+    assert result.passed and result.verdict is not None and result.verdict.passed

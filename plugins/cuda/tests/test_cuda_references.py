@@ -21,6 +21,7 @@ from core_cuda.ops.moe.pairs import order_pairs, weighted_sum
 from core_cuda.ops.moe.shared_gate import add_gated_expert
 from core_cuda.ops.norm.normed_sum import normed_sum, normed_sum_rms_norm
 from core_cuda.ops.norm.pair import two_rms_norms
+from core_cuda.ops.recurrent.delta_gates import delta_gates
 from core_cuda.ops.squared_relu import squared_relu
 
 HALF = torch.bfloat16
@@ -42,6 +43,10 @@ CALLS: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {
     widened_linear: ((half(3, 64, seed=1), half(8, 64, seed=2)), {}),
     add_gated_expert: ((half(3, 64, seed=1), half(1, 64, seed=2), half(3, 40, seed=3), half(3, 40, seed=4)), {}),
     squared_relu: ((half(3, 64, seed=1),), {}),
+    delta_gates: (
+        (half(30, 4, seed=1), half(4, seed=2), half(4, seed=3), half(30, 4, seed=4)),
+        {"sizes": [4], "a_dims": 1, "rounded": HALF},
+    ),
     weighted_sum: ((half(6, 40, seed=1), torch.randperm(6), half(3, 2, seed=2)), {"out_dtype": HALF}),
 }
 

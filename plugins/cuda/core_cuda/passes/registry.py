@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from core_cuda.passes.delta_gates import FUSE_DELTA_GATES
 from core_cuda.passes.expert_pairs import SORT_EXPERT_PAIRS, SUM_EXPERT_ROWS
 from core_cuda.passes.gated_norms import FUSE_GATED_NORM
 from core_cuda.passes.norm_pairs import JOIN_RMS_NORMS
@@ -28,6 +29,7 @@ _OF_OWN_KERNELS = (
     WIDEN_ROUTERS,
     FUSE_SHARED_GATE,
     FUSE_SQUARED_RELU,
+    FUSE_DELTA_GATES,
     OVERLAP_SHARED_EXPERTS,
 )
 PASSES = (*(replace(each, traits=replace(each.traits, own_kernels=True)) for each in _OF_OWN_KERNELS), *PARALLEL)

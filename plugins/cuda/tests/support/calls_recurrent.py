@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from core_cuda.ops.recurrent.convolution import causal_conv1d_update
+from core_cuda.ops.recurrent.delta_gates import delta_gates
 from core_cuda.ops.recurrent.delta_rule import gated_delta_rule
 from core_cuda.ops.recurrent.state_space import selective_state_update
 
@@ -107,3 +109,9 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"{name} {rows}", lambda call=call: gated_delta_rule(**call)  # type: ignore[misc]
         call = state_space(rows)
         yield f"state space {rows}", lambda call=call: selective_state_update(**call)  # type: ignore[misc]
+        pairs, rates = torch.empty(rows, 1, 16, 4, dtype=BF16), torch.empty(32, dtype=BF16)
+        gates: dict[str, Any] = {"sizes": [32], "a_dims": 2, "b_dims": 2, "rounded": BF16}
+        yield f"gates {rows}", partial(delta_gates, pairs[..., 2:], rates, rates, pairs[..., :2], **gates)
+        wide = torch.empty(rows, 32 * 128, dtype=BF16)
+        by_feature = partial(delta_gates, wide, rates, wide[0], None, sizes=[32, 128], a_dims=1)
+        yield f"gates by feature {rows}", by_feature
