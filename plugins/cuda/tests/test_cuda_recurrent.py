@@ -74,7 +74,7 @@ AROUND = (2, 6, 1, 6, 0, 0, 2, 3, 11)
 """Sequences that begin and end within tiles of 4 rows and at their ends, several in one, empty, shorter than taps."""
 
 
-@pytest.mark.parametrize("tiles", [(1, 1), (4, 2), (8, 4)], ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 8])
 @pytest.mark.parametrize(
     ("lengths", "padding", "sizes"),
     [
@@ -90,12 +90,11 @@ def test_packed_rows_in_tiles_agree_with_the_reference(
     lengths: tuple[int, ...],
     padding: int,
     sizes: dict[str, int],
-    tiles: tuple[int, int],
+    rows: int,
     kernel_device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows, together = tiles
-    forced = Tiles(rows=rows, together=together, block=16)  # channels do not fill blocks
+    forced = Tiles(rows=rows, block=16)  # channels do not fill blocks
     monkeypatch.setattr(convolution, "tiles_of", lambda *_: forced)
     kernel = convolution.causal_conv1d_update
     for dtype in (torch.float32, torch.bfloat16):
@@ -104,6 +103,6 @@ def test_packed_rows_in_tiles_agree_with_the_reference(
 
 def test_tiles_are_low_and_narrow_where_programs_are_few(kernel_device: torch.device) -> None:
     many, few, one = tiles_of(100_000, 10_000), tiles_of(3, 1_000), tiles_of(1, 24)
-    assert (many.rows, many.together, many.block, many.num_warps) == (4, 4, 256, 1)
-    assert (few.rows, few.together) == (1, 1)
+    assert (many.rows, many.block, many.num_warps) == (4, 256, 1)
+    assert few.rows == 1
     assert (one.rows, one.block, one.num_warps) == (1, 32, 1)

@@ -27,10 +27,8 @@ _PROGRAMS_OF_MULTIPROCESSOR = 4
 class Tiles:
     """How packed rows are shared out among programs."""
 
-    #: rows that a program takes; it reads the weights once for all of them
+    #: rows that a program takes: it reads the weights once for all of them and, inside a sequence, loads them at once
     rows: int
-    #: rows that it loads before it computes any of them, inside a sequence; a divisor of rows
-    together: int
     #: channels that a program takes
     block: int
 
@@ -47,7 +45,7 @@ def tiles_of(num_rows: int, channels: int) -> Tiles:
     while rows > 1 and triton.cdiv(num_rows, rows) * triton.cdiv(channels, block) < wanted:
         rows //= 2
     block = block_of(triton.cdiv(num_rows, rows), channels, most=block, least=64)
-    return Tiles(rows=rows, together=rows, block=block)
+    return Tiles(rows=rows, block=block)
 
 
 @triton.jit
@@ -97,8 +95,9 @@ def _tile(
     num_sequences, CHANNELS: tl.constexpr, LENGTH: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr,
     ROUNDED: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of the rows of a tile, each loaded once: the last ones stay in registers, as a window. INSIDE: all
-    windows lie in the rows of one sequence; else the window is made anew wherever a sequence begins."""
+    """Some channels of the rows of a tile, each loaded once, TOGETHER before the first is computed: the last ones
+    stay in registers, as a window. INSIDE: all windows lie in the rows of one sequence; else the window is made anew
+    wherever a sequence begins."""
     window: tl.tuple = ()
     for i in tl.static_range(0, TAPS - 1):
         at = row - (TAPS - 1) + i
@@ -140,7 +139,7 @@ def _tile(
 def _packed_kernel(
     x, states, weight, bias, slots, query_starts, out, x_row, state_slot, num_rows, num_sequences,
     CHANNELS: tl.constexpr, LENGTH: tl.constexpr, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr, SILU: tl.constexpr,
-    ROUNDED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, OVERLAP: tl.constexpr,
+    ROUNDED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Some channels of a tile of rows of packed sequences; the states are not written."""
     blocks: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
@@ -159,7 +158,7 @@ def _packed_kernel(
     factors = _factors(weights, taps, TAPS)
     if (first <= row - (TAPS - 1)) & (row + ROWS <= last):
         _tile(x, states, slots, query_starts, out, factors, shift, row, channels, mask, x_row, state_slot, num_rows,
-              num_sequences, CHANNELS, LENGTH, TAPS, SILU, ROUNDED, ROWS, TOGETHER, True)  # fmt: skip
+              num_sequences, CHANNELS, LENGTH, TAPS, SILU, ROUNDED, ROWS, ROWS, True)  # fmt: skip
     else:  # row by row: a search for each of several at once would take half as many registers again
         _tile(x, states, slots, query_starts, out, factors, shift, row, channels, mask, x_row, state_slot, num_rows,
               num_sequences, CHANNELS, LENGTH, TAPS, SILU, ROUNDED, ROWS, 1, False)  # fmt: skip
@@ -191,7 +190,6 @@ def convolve_packed(
         LENGTH=length,
         BLOCK=tiles.block,
         ROWS=tiles.rows,
-        TOGETHER=tiles.together,
         BLOCK_TAPS=triton.next_power_of_2(weight.shape[1]),
         **how,
         num_warps=tiles.num_warps,
