@@ -55,7 +55,8 @@ KERNELS: dict[str, set[str]] = {
     "weight_only": {"coded_kernel", "hopper_coded_kernel", "_dequantize_kernel"},
     "rows": {
         *("norm_kernel", "long_norm_kernel", "pair_norm_kernel", "normed_sum_kernel", "gated_norm_kernel"),
-        *("_gate_kernel", "squared_relu_kernel", "_rows_kernel", "_parts_kernel", "_whole_scale_kernel"),
+        *("_gate_kernel", "squared_relu_kernel", "gather_kernel", "_rows_kernel", "_parts_kernel"),
+        "_whole_scale_kernel",
         *("_argmax_kernel", "bounds_kernel", "histogram_kernel", "choose_kernel"),
     },
     "attention": {"decode_kernel"},
@@ -91,6 +92,7 @@ OTHERS = (
         "normed_sum 64x4096",
         "gated_norm 64x4096",
         "squared_relu 64x21504",
+        "gather_columns 64x",
         "quantize token 1x4096",
         "quantize int8 1x4096",
         "gate_quantize group 1x8192",

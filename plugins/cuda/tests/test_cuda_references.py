@@ -16,6 +16,7 @@ from tests.kernel_cases import randn
 pytest.importorskip("triton", reason="needs triton")
 
 from core_cuda.ops import launching
+from core_cuda.ops.gather_columns import gather_columns
 from core_cuda.ops.linear.widened import widened_linear
 from core_cuda.ops.moe.pairs import order_pairs, weighted_sum
 from core_cuda.ops.moe.shared_gate import add_gated_expert
@@ -68,6 +69,13 @@ def test_what_an_fp64_run_calls_keeps_fp64_and_is_what_half_precision_rounds(ker
     for one, truth in pairs:
         assert truth.dtype == torch.float64 and not torch.equal(truth, truth.to(HALF).double())
         torch.testing.assert_close(one.double(), truth, rtol=0.03, atol=0.03)
+
+
+def test_columns_are_copied_as_they_are() -> None:
+    x = randn(3, 64).double()
+    with Fp64Mode():
+        first, second = gather_columns(x, [32, 2, -32, 16, 60, 1, 0, 4], [1, 1])
+    assert torch.equal(first, torch.cat((x[:, 32:48], x[:, :16]), 1)) and torch.equal(second, x[:, 60:])
 
 
 def test_a_graph_with_such_kernels_has_an_fp64_run() -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from core_cuda.passes.delta_gates import FUSE_DELTA_GATES
 from core_cuda.passes.expert_pairs import SORT_EXPERT_PAIRS, SUM_EXPERT_ROWS
 from core_cuda.passes.gated_norms import FUSE_GATED_NORM
+from core_cuda.passes.gather_columns import GATHER_COLUMNS
 from core_cuda.passes.norm_pairs import JOIN_RMS_NORMS
 from core_cuda.passes.normed_sums import FUSE_NORMED_SUM
 from core_cuda.passes.parallel import PASSES as PARALLEL
@@ -30,6 +31,7 @@ _OF_OWN_KERNELS = (
     FUSE_SHARED_GATE,
     FUSE_SQUARED_RELU,
     FUSE_DELTA_GATES,
+    GATHER_COLUMNS,
     OVERLAP_SHARED_EXPERTS,
 )
 PASSES = (*(replace(each, traits=replace(each.traits, own_kernels=True)) for each in _OF_OWN_KERNELS), *PARALLEL)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from core_cuda.ops import activation, quantize
+from core_cuda.ops.gather_columns import gather_columns
 from core_cuda.ops.norm import norms as norm
 from core_cuda.ops.norm import pair
 from core_cuda.ops.norm.gated_norm import gated_norm
@@ -25,6 +26,8 @@ CODES = {
     "int8": {"scale": None, "dtype": torch.int8},
 }
 """How codes are scaled, for kernels that end in codes."""
+QWEN3_NEXT = ((0, 128), (128, 128), (256, 256), (512, 256))
+"""Where a head's query, key, values and gates begin, and how many columns they are."""
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -65,6 +68,11 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                 yield f"gate_quantize {form} {tokens}x{inter}", coded
         nemotron_h = torch.empty(1, tokens, 21504, dtype=BF16)
         yield f"squared_relu {tokens}x21504", partial(squared_relu, nemotron_h)
+        qwen3_next = torch.empty(tokens, 1, 16 * 768, dtype=BF16)
+        heads = [number for start, width in QWEN3_NEXT for number in (start, 16, 768, width)]
+        yield f"gather_columns {tokens}x12288", partial(gather_columns, qwen3_next, heads, [3, 1])
+        narrow = torch.empty(tokens, 1, 64, dtype=torch.float32)
+        yield f"gather_columns {tokens}x64", partial(gather_columns, narrow, [0, 16, 4, 2, 2, 16, 4, 2], [1, 1])
         pairs = torch.empty(1, tokens, 2 * 2880, dtype=BF16)
         gpt_oss = {"kind": "quick_gelu", "limit": 7.0, "up_offset": 1.0, "interleaved": True}
         yield f"gate alternating {tokens}", partial(activation.gated_activation_fused, pairs, **gpt_oss)
