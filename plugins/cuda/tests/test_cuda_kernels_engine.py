@@ -239,3 +239,15 @@ def test_gates_of_a_delta_rule_share_a_launch(name: str, kernel_device: torch.de
             assert (gates.matched, gates.near_misses) == (rule.matched, ()), trace.phase
         result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
     assert result.passed and result.verdict is not None and result.verdict.passed
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
+def test_rates_of_all_layers_share_their_launches(kernel_device: torch.device) -> None:
+    device = device_of(kernel_device)
+    loaded = build_model(tiny_config("mamba"), torch_device=device.torch_device, dtype=torch.bfloat16)
+    with Engine(loaded, device, CONFIG) as engine:
+        for trace in engine.report().traces:
+            matched = {report.name: report.matched for report in trace.passes}
+            assert matched["join_weight_math"] == 1, trace.phase
+        result = compare(engine, PROMPTS, num_tokens=4, rounds=1)
+    assert result.passed and result.verdict is not None and result.verdict.passed

@@ -57,3 +57,22 @@ def delta_gate_layers() -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
     x = torch.randn(5, 40, generator=torch.Generator().manual_seed(92))
     for by_head, by_feature in ((False, False), (True, False), (False, True)):
         yield _DeltaGates(by_head=by_head, by_feature=by_feature), (x,)
+
+
+class _Rated(nn.Module):
+    """Layers that scale by the negative exponential of a weight of their own."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(93)
+        self.log_rates = nn.ParameterList(nn.Parameter(torch.randn(40, generator=generator)) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for log_rate in self.log_rates:
+            x = torch.sin(x.float() * -torch.exp(log_rate.float())).to(x.dtype)
+        return x
+
+
+def rated_layers() -> Iterator[tuple[nn.Module, tuple[Tensor, ...]]]:
+    """Yield a model of three such layers."""
+    yield _Rated(3), (torch.randn(5, 40, generator=torch.Generator().manual_seed(94)),)

@@ -19,6 +19,7 @@ from core_cuda.passes.routers import WIDEN_ROUTERS
 from core_cuda.passes.shared_experts import OVERLAP_SHARED_EXPERTS
 from core_cuda.passes.shared_gates import FUSE_SHARED_GATE
 from core_cuda.passes.squared_relu import FUSE_SQUARED_RELU
+from core_cuda.passes.weight_math import JOIN_WEIGHT_MATH
 
 _OF_OWN_KERNELS = (
     JOIN_RMS_NORMS,
@@ -34,4 +35,8 @@ _OF_OWN_KERNELS = (
     GATHER_COLUMNS,
     OVERLAP_SHARED_EXPERTS,
 )
-PASSES = (*(replace(each, traits=replace(each.traits, own_kernels=True)) for each in _OF_OWN_KERNELS), *PARALLEL)
+PASSES = (
+    *(replace(each, traits=replace(each.traits, own_kernels=True)) for each in _OF_OWN_KERNELS),
+    JOIN_WEIGHT_MATH,
+    *PARALLEL,
+)
