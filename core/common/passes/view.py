@@ -73,14 +73,13 @@ def _spellings() -> dict[Any, str]:
 _NAMES = (
     *("add", "sub", "mul", "div", "pow", "square", "sqrt", "rsqrt", "reciprocal", "neg", "mean", "sum"),
     *("cat", "chunk", "split", "stack", "sigmoid", "relu", "tanh", "exp", "silu", "gelu", "softmax"),
-    *("cos", "sin"),
     *("matmul", "bmm", "unsqueeze", "transpose", "reshape", "view", "flatten", "expand", "permute", "topk"),
     *("unflatten", "repeat_interleave", "clone", "view_as_complex", "view_as_real"),
     *("gather", "masked_fill", "clamp", "sort", "histc", "cumsum", "floor_divide", "logical_not"),
     *("clamp_max", "clamp_min", "narrow", "unbind", "select", "slice", "split_with_sizes", "squeeze", "contiguous"),
     *("layer_norm", "mm", "addmm", "baddbmm", "_grouped_mm", "norm", "linalg_vector_norm", "expand_as"),
     *("where", "einsum", "dropout", "repeat", "amax", "max", "_softmax", "swapaxes", "logsumexp", "maximum"),
-    *("conv1d", "index_select", "t", "gt", "log"),
+    *("conv1d", "index_select", "t", "gt", "log", "cos", "sin"),
 )
 _METHODS = {name: name for name in _NAMES} | {
     **dict.fromkeys(("to", "type_as", "type", "float", "half", "bfloat16", "double"), "cast"),

@@ -18,8 +18,8 @@ pytest.importorskip("triton", reason="needs triton")
 from cuda_compiled import compiled, device_with
 
 from core_cuda.ops.moe.pairs import order_pairs, weighted_sum
+from core_cuda.passes.examples.mixture import quantised_experts
 from core_cuda.passes.expert_pairs import SORT_EXPERT_PAIRS, SUM_EXPERT_ROWS
-from core_cuda.passes.mixture_examples import quantised_experts
 
 PASSES = {each.name: each for each in (SORT_EXPERT_PAIRS, SUM_EXPERT_ROWS)}
 ALL = tuple(PASSES)

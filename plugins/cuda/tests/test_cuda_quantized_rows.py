@@ -15,7 +15,7 @@ from tests.kernel_cases import randn
 pytest.importorskip("triton", reason="needs triton")
 from cuda_compiled import compiled, device_with
 
-from core_cuda.passes.mixture_examples import quantised_twice
+from core_cuda.passes.examples.mixture import quantised_twice
 from core_cuda.passes.quantized_rows import SHARE_QUANTIZED_ROWS
 
 NAME = SHARE_QUANTIZED_ROWS.name

@@ -29,7 +29,7 @@ from core.common.passes import (
 )
 from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.recurrent.delta_gates import delta_gates, why_not
-from core_cuda.passes.recurrent_examples import delta_gate_layers
+from core_cuda.passes.examples.recurrent import delta_gate_layers
 from core_cuda.passes.taking import given
 
 _REARRANGED = frozenset({"view", "reshape", "unflatten", "flatten", "unsqueeze"})

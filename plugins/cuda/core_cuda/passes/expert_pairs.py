@@ -18,7 +18,7 @@ from core.common.passes import Guards, NearMiss, Pass, PassContext, Replacement,
 from core.common.passes.values.sizes import same_size
 from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.moe.pairs import order_pairs, weighted_sum
-from core_cuda.passes.mixture_examples import quantised_experts
+from core_cuda.passes.examples.mixture import quantised_experts
 
 _TOP_K = 64  # experts of a token; the sum is unrolled
 

@@ -28,7 +28,7 @@ from core.common.passes import (
 )
 from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.norm.gated_norm import gated_norm, why_not
-from core_cuda.passes.examples import gated_norms
+from core_cuda.passes.examples.dense import gated_norms
 from core_cuda.passes.taking import given
 
 _SHAPES = frozenset({"view", "reshape", "unflatten", "flatten"})

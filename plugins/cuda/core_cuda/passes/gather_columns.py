@@ -29,8 +29,8 @@ from core.common.passes import (
     view,
 )
 from core_cuda.ops.gather_columns import MAX_BLOCKS, MAX_RESULTS, Block, gather_columns, why_not
-from core_cuda.passes.column_examples import gathered_columns
 from core_cuda.passes.columns import Columns, Rows, blocks_of, columns_in, fresh_rows, is_in_order, rows_of
+from core_cuda.passes.examples.columns import gathered_columns
 
 _COPYING = frozenset({"reshape", "flatten", "contiguous", "clone", "cat"})
 

@@ -17,7 +17,7 @@ from torch import fx
 from core.common.ops.norm import RMS_NORM
 from core.common.passes import LIFTS, NearMiss, Pass, PassContext, Site, find_op, near_miss, view
 from core_cuda.ops.norm.pair import two_rms_norms, why_not
-from core_cuda.passes.examples import norm_pairs
+from core_cuda.passes.examples.dense import norm_pairs
 from core_cuda.passes.taking import given, refusal
 
 _OWN = ("x", "weight")

@@ -14,7 +14,7 @@ from core.common.ops.norm import ADD_RMS_NORM, RMS_NORM
 from core.common.passes import LIFTS, NearMiss, Pass, PassContext, Site, calls, find_op, near_miss, view
 from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.norm.normed_sum import ROUNDING, normed_sum, normed_sum_rms_norm, why_not
-from core_cuda.passes.examples import normed_sums
+from core_cuda.passes.examples.dense import normed_sums
 from core_cuda.passes.taking import given, refusal
 
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from core.common.ops.quantize import QUANTIZE
 from core.common.passes import NearMiss, Pass, PassContext, Site, calls, find_op, near_miss, view
-from core_cuda.passes.mixture_examples import quantised_twice
+from core_cuda.passes.examples.mixture import quantised_twice
 from core_cuda.passes.taking import given
 
 

@@ -12,7 +12,7 @@ from torch import fx
 from core.common.ops.linear import LINEAR
 from core.common.passes import Guards, NearMiss, Pass, PassContext, PassTraits, Site, near_miss, value_of, view
 from core_cuda.ops.linear.widened import why_not, widened_linear
-from core_cuda.passes.mixture_examples import routers
+from core_cuda.passes.examples.mixture import routers
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:

@@ -16,7 +16,7 @@ from core.common.passes import LIFTS, Guards, NearMiss, Pass, PassContext, PassT
 from core_cuda.ops.linear import products
 from core_cuda.ops.moe.grouped_mlp import grouped_mlp_condition
 from core_cuda.ops.moe.shared import PREFIX, experts_beside_shared
-from core_cuda.passes.mixture_examples import shared_experts
+from core_cuda.passes.examples.mixture import shared_experts
 from core_cuda.passes.taking import given, refusal
 
 _ROUTED = ("x", "weights", "indices", "gate_up", "down")

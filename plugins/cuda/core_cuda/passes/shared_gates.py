@@ -13,7 +13,7 @@ from core.common.ops.linear import LINEAR
 from core.common.passes import NearMiss, Pass, PassContext, Site, find_op, near_miss, value_of, view
 from core.common.passes.values.sizes import same_size
 from core_cuda.ops.moe.shared_gate import add_gated_expert, why_not
-from core_cuda.passes.mixture_examples import gated_experts
+from core_cuda.passes.examples.mixture import gated_experts
 from core_cuda.passes.taking import given
 
 

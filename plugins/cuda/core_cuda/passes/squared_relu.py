@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from core.common.passes import LIFTS, NearMiss, Pass, PassContext, Site, near_miss, value_of, view
 from core.common.passes.mlp.activation_forms import read_activation
 from core_cuda.ops.squared_relu import squared_relu, why_not
-from core_cuda.passes.examples import squared_relus
+from core_cuda.passes.examples.dense import squared_relus
 
 
 def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:

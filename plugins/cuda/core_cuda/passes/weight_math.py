@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from core.common.passes import LIFTS, Guards, NearMiss, Pass, PassContext, PassTraits, Site, near_miss, value_of, view
-from core_cuda.passes.recurrent_examples import rated_layers
+from core_cuda.passes.examples.recurrent import rated_layers
 
 _POINTWISE = frozenset(
     {"cast", "exp", "log", "neg", "sigmoid", "softplus", "tanh", "relu", "square", "sqrt", "rsqrt", "reciprocal"}

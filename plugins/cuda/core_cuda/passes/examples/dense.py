@@ -1,4 +1,4 @@
-"""Modules in which the plugin's passes must match, for the conformance suite."""
+"""Norms, gates and activations in which the plugin's passes must match, for the conformance suite."""
 
 from __future__ import annotations
 
