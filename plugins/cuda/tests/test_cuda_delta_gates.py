@@ -76,7 +76,7 @@ def varied(change: str) -> Callable[[Layer, Tensor], Gates]:
         b, a = gates.chunk(2, -1)
         wide = a.dtype if change == "half precision" else torch.float32
         rate = (layer.log_rate[:1] if change == "shared" else layer.log_rate).to(wide).exp()
-        step = a.to(wide) + layer.bias.to(wide)
+        step = (a + layer.bias.to(a.dtype)).float() if change == "rounded" else a.to(wide) + layer.bias.to(wide)
         if change == "no bias":
             step = a.to(wide)
         step = functional.softplus(step, beta=2.0) if change == "sharper" else functional.softplus(step)
@@ -94,6 +94,7 @@ def relu(layer: Layer, gates: Tensor) -> Gates:
 
 NEAR: dict[str, tuple[Callable[[Layer, Tensor], Gates], str]] = {
     "half precision": (varied("half precision"), "it is not computed in torch.float32"),
+    "rounded": (varied("rounded"), "it is not computed in torch.float32"),
     "no bias": (varied("no bias"), "it is no sum of a projection and 4 numbers"),
     "sharper": (varied("sharper"), "it is no product with a softplus"),
     "growing": (varied("growing"), "it is not the negative exponential of a weight"),
@@ -110,7 +111,20 @@ def late(layer: Layer, gates: Tensor) -> Gates:
     return decay, (decay.to(gates.dtype) @ gates.new_ones(HEADS, HEADS)).sigmoid()
 
 
-ALONE = {"tanh": varied("tanh"), "strided": varied("strided"), "late": late}
+def of_rates(layer: Layer, gates: Tensor) -> Gates:
+    """The decay's projection is the learning rate."""
+    beta = gates.chunk(2, -1)[0].sigmoid()
+    return -layer.log_rate.float().exp() * functional.softplus(beta.float() + layer.bias), beta
+
+
+def of_scaled(layer: Layer, gates: Tensor) -> Gates:
+    """The decay's projection is multiplied by the learning rate."""
+    b, a = gates.chunk(2, -1)
+    beta = b.sigmoid()
+    return -layer.log_rate.float().exp() * functional.softplus((a * beta).float() + layer.bias), beta
+
+
+ALONE = {"tanh": varied("tanh"), "strided": varied("strided"), "late": late, "rates": of_rates, "scaled": of_scaled}
 """Gates of which the decay alone is the kernel's."""
 
 
@@ -147,6 +161,28 @@ def test_what_differs_in_one_thing_stays(case: str, kernel_device: torch.device)
     report = compiled(Layer(how, torch.float32), device, randn(7, 32, dtype=torch.bfloat16), strict=True)[1][NAME]
     assert report.matched == 0
     assert [reason in miss.reason for miss in report.near_misses] == [True], report.near_misses
+
+
+class Both(Layer):
+    """Two rules that share a learning rate, each with a decay of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, a = (x @ self.gates.t()).chunk(2, -1)
+        decays = [plain(self, torch.cat((b, each), -1))[0] for each in (a, b)]
+        heads = (x @ self.heads.t()).view(-1, HEADS, 2 * KEYS + VALUES)
+        query, key, value = heads.split((KEYS, KEYS, VALUES), -1)
+        beta, found = torch.sigmoid(input=b), []
+        for decay in decays:
+            states = torch.ones(x.shape[0], HEADS, KEYS, VALUES, device=x.device)
+            found.append(torch.ops.core.gated_delta_rule(query, key, value, decay, beta, states, scale=0.5))
+        return found[0] + found[1]
+
+
+@torch.no_grad()
+def test_two_rules_that_share_a_rate_are_two_sites(kernel_device: torch.device) -> None:
+    model, device = Both(plain, torch.float32), device_with(kernel_device, FUSE_DELTA_GATES)
+    report = compiled(model, device, randn(7, 32), verify="full", strict=True)[1][NAME]
+    assert (report.matched, report.verification) == (2, "verified")
 
 
 def swap(node: fx.Node) -> bool:

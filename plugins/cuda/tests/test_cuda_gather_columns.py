@@ -83,6 +83,13 @@ def unsqueezed(y: Tensor) -> Parts:
     return torch.cat((first, second), -1)[..., 1:].reshape(len(y), -1), second.flatten(2)
 
 
+def shared_beyond(y: Tensor) -> Parts:
+    """A copy that is part of the first launch's results and of the second's."""
+    both = y.view(-1, 2, 48)[..., :16].reshape(len(y), -1)
+    three = (y[:, 8 * i : 8 * i + 8].contiguous() for i in range(3))
+    return (*three, torch.cat((both, y[:, :3]), -1), torch.cat((y[:, 40:44], both), -1))
+
+
 SPELLINGS: dict[str, tuple[Callable[[Tensor], Parts], int]] = {
     "Qwen3-Next's": (qwen3_next, 1),
     "slices": (slices, 1),
@@ -95,7 +102,24 @@ SPELLINGS: dict[str, tuple[Callable[[Tensor], Parts], int]] = {
     "more than a launch makes": (many, 2),
     "written before": (written_before, 1),
     "a base with another view's rows": (unsqueezed, 1),
+    "a part of two launches": (shared_beyond, 2),
 }
+
+
+def rows_end_to_end(y: Tensor) -> Parts:
+    return torch.cat((y[:, 0], y[:, 1])).view(2, -1).t(), y[:, 8:16].contiguous()
+
+
+def conjugate(y: Tensor) -> Parts:
+    wide = torch.view_as_complex(y.float().view(-1, 48, 2))
+    parts = wide.conj().imag[:, :8].contiguous(), wide.real[:, :8].contiguous()
+    return tuple(part.to(y.dtype) for part in parts)
+
+
+def of_other_dtypes(y: Tensor) -> Parts:
+    whole = y.float()
+    codes = whole.view(torch.int16)[:, 4:20].clone()
+    return codes.view(torch.float32).clamp(-1, 1).to(y.dtype), whole[:, :5].contiguous().to(y.dtype)
 
 
 def free(y: Tensor) -> Parts:
@@ -170,6 +194,9 @@ def part_written(y: Tensor) -> Parts:
 OTHERS: dict[str, tuple[Callable[[Tensor], Parts], str]] = {
     "views are free": (free, ""),
     "one copy": (one, ""),
+    "rows end to end": (rows_end_to_end, ""),
+    "negative numbers": (conjugate, ""),
+    "of other dtypes": (of_other_dtypes, ""),
     "one cat of views": (joined, ""),
     "heads first": (heads_first, ""),
     "some of the rows": (some_rows, ""),

@@ -24,6 +24,9 @@ MAX_RESULTS = 4
 MAX_BLOCKS = 8
 """Of a result: each element is compared with the beginning of each block."""
 
+_MAX_COLUMNS = 2**20
+"""Of x: a pass looks at each of them."""
+
 Block = tuple[int, int, int, int]
 """The first column, how many groups of columns, from one group to the next, columns of a group."""
 
@@ -34,7 +37,7 @@ def why_not(x: Any) -> str:
         return f"it is {x.dtype}, and the kernel takes {', '.join(map(str, DTYPES))}"
     if not x.dim() or type(x.shape[-1]) is not int:
         return "its rows have a number of columns that varies, and the kernel takes one that is known"
-    return ""
+    return f"its rows have more than {_MAX_COLUMNS} columns" if x.shape[-1] > _MAX_COLUMNS else ""
 
 
 def width_of(blocks: Sequence[Block]) -> int:
@@ -150,7 +153,7 @@ def _sources(columns, BLOCKS: tl.constexpr, FIRST: tl.constexpr, END: tl.constex
     return tl.max_contiguous(tl.multiple_of(found, VECTOR), VECTOR)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def gather_kernel(
     x, outs, num_rows, inner, x_outer, x_inner, WIDTHS: tl.constexpr, STARTS: tl.constexpr, VECTORS: tl.constexpr,
     FIRSTS: tl.constexpr, BLOCKS: tl.constexpr, RESULTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,

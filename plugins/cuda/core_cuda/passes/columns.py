@@ -57,9 +57,10 @@ def is_in_order(value: Tensor) -> bool:
 def columns_in(value: Tensor, rows: Rows) -> Columns | None:
     """Return the columns of a row that a tensor in the same memory shows for each row, in its own trailing shape.
 
-    None where its leading dimensions do not walk the same rows in the same order.
+    None where its leading dimensions do not walk the same rows in the same order, or where it shows other numbers than
+    lie there: the negative ones, as the imaginary part of a conjugate.
     """
-    return _columns_in(*_layout(value), rows)
+    return None if value.is_neg() or value.is_conj() else _columns_in(*_layout(value), rows)
 
 
 def _layout(value: Tensor) -> tuple[_Sizes, _Sizes, Any]:

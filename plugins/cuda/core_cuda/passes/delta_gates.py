@@ -44,7 +44,6 @@ def find(context: PassContext, node: fx.Node) -> Site | NearMiss | None:
     decay, beta = (_computed(given(node)[name]) for name in ("decay", "beta"))
     if decay in context.taken:
         return None
-    context.taken.add(decay)
     try:
         return _site(context, decay, beta)
     except Refused as refused:
@@ -60,7 +59,7 @@ def _computed(node: fx.Node) -> fx.Node:
 
 def _site(context: PassContext, decay: fx.Node, beta: fx.Node) -> Site:
     rates, exponential, step = _product(decay)
-    log_rate = _before(exponential.args[0])[-1]
+    log_rate = _before(exponential.all_input_nodes[0])[-1]
     sizes = _sizes(decay, rates, log_rate)
     a, bias = _sum(step, prod(sizes))
     a, a_dims = _projected(a, decay, sizes)
@@ -68,8 +67,9 @@ def _site(context: PassContext, decay: fx.Node, beta: fx.Node) -> Site:
         raise Refused(decay, "its numbers are not in one run, and the kernel's are")
     if reason := why_not(value_of(a), value_of(log_rate), value_of(bias), sizes):
         raise Refused(decay, reason)
-    learned = _learned(context, decay, beta, sizes[0])
+    learned = _learned(context, beta, sizes[0], (decay, a, log_rate, bias))
     b, options = learned or (None, {})
+    context.taken.update((decay, *((beta,) if learned else ())))
     return Site(
         anchor=decay,
         target=delta_gates,
@@ -80,32 +80,40 @@ def _site(context: PassContext, decay: fx.Node, beta: fx.Node) -> Site:
     )
 
 
-def _learned(context: PassContext, decay: fx.Node, beta: fx.Node, heads: int) -> tuple[fx.Node, dict[str, Any]] | None:
-    """Return the projection of learning rates and how the kernel takes it; None where it can't, or has to begin before
-    it is there: a sigmoid is one launch anyway."""
+def _learned(
+    context: PassContext, beta: fx.Node, heads: int, others: tuple[fx.Node, ...]
+) -> tuple[fx.Node, dict[str, Any]] | None:
+    """Return the projection of learning rates and how the kernel takes it, beside the decay and its operands, `others`.
+
+    None where it can't: a sigmoid is one launch anyway. Both are computed where the first of them is read.
+    """
     found, factor = view.times_number(beta) or (beta, 1.0)
     dtypes = {view.dtype(found), view.dtype(beta)}
-    if view.kind(found) != "sigmoid" or len(dtypes) > 1 or not dtypes < {*DTYPES}:
+    if view.kind(found) != "sigmoid" or len(dtypes) > 1 or not dtypes < {*DTYPES} or beta in (*context.taken, *others):
         return None
     try:
-        b, dims = _projected(found.args[0], beta, (heads,))
+        b, dims = _projected(found.all_input_nodes[0], beta, (heads,))
     except Refused:
         return None
     order = context.analysis("order")
-    if order[b] >= order[decay] or not value_of(beta).is_contiguous() or view.dtype(b) not in DTYPES:
+    decay, *operands = others
+    first = min(order[each] for each in (decay, *decay.users, *beta.users))
+    if max(order[each] for each in (b, *operands)) >= first:
+        return None
+    if not value_of(beta).is_contiguous() or view.dtype(b) not in DTYPES:
         return None
     return b, {"b_dims": dims, "rounded": view.dtype(beta), "factor": factor}
 
 
 def _product(decay: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Return the factor of rates, the exponential in it, and x of the softplus that it is multiplied with."""
-    product: Any = decay.args[0] if view.kind(decay) == "neg" else decay
+    product = decay.all_input_nodes[0] if view.kind(decay) == "neg" else decay
     for rates, softplus in view.orders(product) if view.kind(product) == "mul" else ():
         if (step := _inside_softplus(softplus)) is None:
             continue
         node = _before(rates)[-1]
         negated = (view.kind(decay) == "neg") != (view.kind(node) == "neg")
-        node = _before(node.args[0])[-1] if view.kind(node) == "neg" else node
+        node = _before(node.all_input_nodes[0])[-1] if view.kind(node) == "neg" else node
         if not negated or view.kind(node) != "exp":
             raise Refused(rates, "it is not the negative exponential of a weight")
         wide = (view.dtype(each) for each in (node, step, softplus, decay))
@@ -119,7 +127,7 @@ def _inside_softplus(node: Any) -> Any:
     """Return x of softplus(x), called or written out as log(1 + exp(x)) where x is no more than 20; else None."""
     if view.kind(node) == "softplus":
         plain = view.operand(node, 1, "beta", 1.0) == 1 and view.operand(node, 2, "threshold", 20.0) == 20
-        return node.args[0] if plain else None
+        return node.all_input_nodes[0] if plain else None
     if view.kind(node) != "where" or len(node.args) != 3 or view.kind(node.args[0]) != "gt":
         return None
     large, x, logarithm = node.args
@@ -138,7 +146,7 @@ def _source(node: Any) -> Any:
 def _before(node: Any) -> list[Any]:
     """Return a node, and each one before it whose numbers it shows in the same order, the last one first computed."""
     found = [node]
-    while (source := node.args[0] if view.kind(node) in _REARRANGED else _source(node)) is not None:
+    while (source := node.all_input_nodes[0] if view.kind(node) in _REARRANGED else _source(node)) is not None:
         found.append(node := source)
     return found
 
@@ -155,7 +163,7 @@ def _sizes(decay: fx.Node, rates: fx.Node, log_rate: fx.Node) -> tuple[int, ...]
 
 
 def _trimmed(shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a shape as it is broadcast: without the ones in front."""
+    """Return a shape as it is broadcast: without the ones in front, but for the last number."""
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
     return shape
@@ -165,6 +173,8 @@ def _sum(step: fx.Node, count: int) -> tuple[Any, fx.Node]:
     """Return x and the bias of `x + bias`, of which the bias has so many numbers, those of a token."""
     node = _before(step)[-1]
     whole = view.shape(node) or ()
+    if view.kind(node) == "add" and view.dtype(node) != _WIDE:
+        raise Refused(node, f"it is not computed in {_WIDE}, and the kernel computes in that")
     for x, bias in view.orders(node) if view.kind(node) == "add" else ():
         own = _trimmed(view.shape(bias) or ())
         if own and same_sizes(own, whole[-len(own) :]) and prod(own) == count and view.same_shape(x, node):

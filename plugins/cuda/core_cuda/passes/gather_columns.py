@@ -131,7 +131,7 @@ class _Group:
             known = [part for part in parts if part is not None]
             if reason := self._refusal(copy, parts):
                 self.refused[copy] = reason
-            elif len(known) == len(parts):
+            elif len(known) == len(parts) and (len(parts) == 1 or all(part.ndim for part in known)):
                 self.columns[copy] = np.concatenate(known, -1) if len(known) > 1 else known[0]
                 made |= dict.fromkeys(self.writes.of(copy), copy)
         self._choose()
@@ -171,6 +171,8 @@ class _Group:
 
     def _columns(self, part: fx.Node, rows: Rows, made: Mapping[object, fx.Node]) -> Columns | None:
         memory, value = self.writes.of(part), value_of(part)
+        if view.dtype(part) != view.dtype(self.base):
+            return None  # strides count in other units
         if memory == self.writes.of(self.base):
             return columns_in(value, rows)
         copy = next((made[each] for each in memory if each in made), None)
@@ -237,7 +239,7 @@ class _Group:
     def _interior(self) -> Iterator[fx.Node]:
         """Yield the copies, and the views on the way to them from the base."""
         order: Mapping[fx.Node, int] = self.context.analysis("order")
-        memories = self.writes.of(self.base, *self.columns)
+        memories = self.writes.of(self.base, *self.gathered)
         seen, waiting = set[fx.Node](), list(self.results)
         while waiting:
             node = waiting.pop()
