@@ -290,10 +290,16 @@ def test_a_model_serves_one_engine_at_a_time(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "ahead"), [("llama", False), ("llama", True), ("mamba", False), ("codegen", False)]
+    ("model_type", "ahead"),
+    [
+        ("llama", False),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        ("mamba", False),
+        pytest.param("codegen", False, marks=pytest.mark.slow),
+    ],
 )
 def test_an_engine_made_in_inference_mode_generates_in_any(model_type: str, ahead: bool) -> None:
-    loaded, found = build_model(tiny_config(model_type), torch_device=CPU), []
+    loaded, found = build_model(tiny_config(model_type, num_hidden_layers=1), torch_device=CPU), []
     config = replace(SMALL, options=CompileOptions(mode="full"), sampling=("greedy",), run_ahead=ahead)
     with torch.inference_mode():
         engine = Engine(loaded, acme(), config)
@@ -328,7 +334,7 @@ def test_calling_a_served_model_says_who_has_it() -> None:
 
 def test_modes_may_leave_out_decode_on_the_static_route() -> None:
     needs_static_cache("bloom")
-    loaded = build_model(tiny_config("bloom"), torch_device=CPU, dtype=torch.float32)
+    loaded = build_model(tiny_config("bloom", num_hidden_layers=1), torch_device=CPU, dtype=torch.float32)
     config = replace(SMALL, options=CompileOptions(mode={"prefill": "off"}, lowering="inline"))
     with Engine(loaded, select_device("cpu"), config) as engine:
         assert engine.route == "static"
