@@ -21,6 +21,7 @@ from core.engine.serve.request import Completion
 from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError, UsageError
 from core.host.selection import select_device
+from tests.engine.models.shallow import shallow_model
 from tests.installed import needs_static_cache
 from tests.recording import acme
 
@@ -40,8 +41,8 @@ IDS = ([5, 6, 7], [8, 9, 10, 11, 12], [13, 14])
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """The embedded model with room for four sequences."""
-    with Engine.load(embedded_model(), "cpu", CONFIG) as engine:
+    """The first layer of the embedded model with room for four sequences."""
+    with Engine.load(shallow_model(), "cpu", CONFIG) as engine:
         assert engine.route == "paged"
         yield engine
 
