@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
-    """The first layer of the embedded model with room for four sequences; idle between tests."""
+    """The embedded model with room for four sequences; idle between tests."""
     from tests.engine.http.serving import load
 
     with load() as engine:

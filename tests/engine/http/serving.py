@@ -25,10 +25,10 @@ from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.http.config import ServerConfig
 from core.engine.http.server import Server, bind
+from core.engine.models.assets import embedded_model
 from core.engine.serve.engine import Engine
 from core.engine.serve.request import Completion
 from core.engine.steps.runner import EngineConfig
-from tests.engine.models.shallow import shallow_model
 
 TEXTS = ["If the argument is", "Return a list of the names", "This", "The Python interpreter is a program that reads"]
 CONFIG = EngineConfig(max_num_seqs=4, max_model_len=160, options=CompileOptions(mode="off"))
@@ -109,7 +109,7 @@ class Brake:
 
 def load(config: EngineConfig = CONFIG, *, template: str | None = TEMPLATE) -> Engine:
     """Return an engine of the embedded model, whose tokenizer gets a chat template."""
-    engine = Engine.load(shallow_model(), "cpu", config)
+    engine = Engine.load(embedded_model(), "cpu", config)
     engine.loaded.require_tokenizer().chat_template = template
     return engine
 

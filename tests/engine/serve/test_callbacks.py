@@ -9,10 +9,10 @@ import pytest
 
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
+from core.engine.models.assets import embedded_model
 from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.errors import UsageError
-from tests.engine.models.shallow import shallow_model
 
 PROMPTS = [[10, 11, 12], [20, 21, 22], [30, 31, 32], [40, 41, 42], [50, 51]]
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -27,7 +27,7 @@ CONFIG = EngineConfig(
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with Engine.load(shallow_model(), "cpu", CONFIG) as engine:
+    with Engine.load(embedded_model(), "cpu", CONFIG) as engine:
         yield engine
 
 

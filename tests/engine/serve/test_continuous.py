@@ -20,13 +20,13 @@ import torch
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.inspect.attention import implementation
+from core.engine.models.assets import embedded_model
 from core.engine.serve.engine import Engine
 from core.engine.serve.request import Completion
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sampling import make_generator, next_tokens, sampling_row
 from core.engine.steps.sequence import Sequence as EngineSequence
 from core.errors import CaptureError, UsageError
-from tests.engine.models.shallow import shallow_model
 from tests.recording import acme
 
 NUM_REQUESTS = 200
@@ -52,7 +52,7 @@ def engine() -> Iterator[Engine]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with Engine.load(shallow_model(), acme(), CONFIG, dtype=torch.float32) as engine:
+        with Engine.load(embedded_model(), acme(), CONFIG, dtype=torch.float32) as engine:
             assert engine.route == "paged"
             assert engine.report().modes == {"decode": "full", "prefill": "piecewise", "verify": "full"}
             yield engine

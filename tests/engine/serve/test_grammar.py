@@ -17,13 +17,13 @@ import jsonschema
 
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
+from core.engine.models.assets import embedded_model
 from core.engine.models.loading import build_model
 from core.engine.models.tiny import tiny_config
 from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.errors import ModelError, UsageError
 from core.host.selection import select_device
-from tests.engine.models.shallow import shallow_model
 
 CONFIG = EngineConfig(max_num_seqs=3, max_model_len=160, options=CompileOptions(mode="off"))
 REGEX = r"(yes|no|perhaps), [0-9]{3}\.[a-f]{1,4}"
@@ -44,7 +44,7 @@ FREE = SamplingParams(max_new_tokens=12, ignore_eos=True)
 @pytest.fixture(scope="module", params=[0, 3], ids=["plain", "speculative"])
 def engine(request: Any) -> Iterator[Engine]:
     """The embedded model, with and without drafts."""
-    with Engine.load(shallow_model(), "cpu", replace(CONFIG, speculative=request.param)) as engine:
+    with Engine.load(embedded_model(), "cpu", replace(CONFIG, speculative=request.param)) as engine:
         yield engine
 
 

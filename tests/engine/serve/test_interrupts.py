@@ -17,10 +17,10 @@ import torch
 
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
+from core.engine.models.assets import embedded_model
 from core.engine.serve import engine as engine_module
 from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
-from tests.engine.models.shallow import shallow_model
 from tests.recording import acme
 
 FOLDER = Path(engine_module.__file__).parent
@@ -53,9 +53,9 @@ def config(**changes: Any) -> EngineConfig:
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """On a cache that is too small for all, so that sequences give way."""
     made = {
-        "in turn": lambda: Engine.load(shallow_model(), "cpu", config(decode_steps=2), dtype=torch.float32),
-        "ahead": lambda: Engine.load(shallow_model(), acme(), config(run_ahead=True), dtype=torch.float32),
-        "drafts": lambda: Engine.load(shallow_model(), "cpu", config(speculative=2), dtype=torch.float32),
+        "in turn": lambda: Engine.load(embedded_model(), "cpu", config(decode_steps=2), dtype=torch.float32),
+        "ahead": lambda: Engine.load(embedded_model(), acme(), config(run_ahead=True), dtype=torch.float32),
+        "drafts": lambda: Engine.load(embedded_model(), "cpu", config(speculative=2), dtype=torch.float32),
     }[request.param]()
     with made as engine:
         assert engine.route == "paged"

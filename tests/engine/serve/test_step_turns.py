@@ -11,11 +11,11 @@ import pytest
 
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
+from core.engine.models.assets import embedded_model
 from core.engine.serve.engine import Engine
 from core.engine.serve.stepping import StepLoop
 from core.engine.steps.runner import EngineConfig
 from core.errors import UsageError
-from tests.engine.models.shallow import shallow_model
 from tests.support import refused
 
 CONFIG = EngineConfig(max_num_seqs=2, max_model_len=64, options=CompileOptions(mode="off"), run_ahead=True)
@@ -25,7 +25,7 @@ PROMPTS = ["If the argument is", "This"]
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with Engine.load(shallow_model(), "cpu", CONFIG) as engine:
+    with Engine.load(embedded_model(), "cpu", CONFIG) as engine:
         yield engine
 
 
