@@ -23,6 +23,7 @@ from core.errors import ModelError, UsageError
 from core.host.selection import select_device
 from tests.engine.models.shallow import shallow_model
 from tests.installed import needs_static_cache
+from tests.marks import slow_except
 from tests.recording import acme
 
 CPU = torch.device("cpu")
@@ -292,12 +293,9 @@ def test_a_model_serves_one_engine_at_a_time(model_type: str) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "ahead"),
-    [
-        ("llama", False),
-        pytest.param("llama", True, marks=pytest.mark.slow),
-        ("mamba", False),
-        pytest.param("codegen", False, marks=pytest.mark.slow),
-    ],
+    slow_except(
+        [("llama", False), ("llama", True), ("mamba", False), ("codegen", False)], ("llama", False), ("mamba", False)
+    ),
 )
 def test_an_engine_made_in_inference_mode_generates_in_any(model_type: str, ahead: bool) -> None:
     loaded, found = build_model(tiny_config(model_type, num_hidden_layers=1), torch_device=CPU), []
