@@ -20,6 +20,11 @@ from core.host import discovery, plugin_metadata
 from core.host.plugin_metadata import PluginMetadata
 from core_cuda.probe import probe
 
+# As `make` has it, whatever the shell says: else each of hundreds of processes compiles what it imports of torch and of
+# transformers anew, which is ten seconds of its start.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Here and not beside the kernels' tests: Triton decides it when it is imported, and torch may import it earlier.
 if not probe().available:
     os.environ.setdefault("TRITON_INTERPRET", "1")

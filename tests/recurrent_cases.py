@@ -36,7 +36,14 @@ def judged(op: CanonicalOp, kernel: Callable[..., Tensor], call: dict[str, Any],
     wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in exact.items()}
     with Fp64Mode():
         true = op.reference(**wide)
-    for one, other, truth in ((out.cpu(), wanted, true), (given["states"].cpu(), eager["states"], wide["states"])):
+    states = given["states"].cpu()
+    # Most calls write few of their slots, and judging what nobody wrote takes longer than all else of a test.
+    written = (eager["states"] != call["states"].cpu()).flatten(1).any(1)
+    torch.testing.assert_close(states[~written], eager["states"][~written], rtol=0, atol=0, equal_nan=True)
+    for one, other, truth in (
+        (out.cpu(), wanted, true),
+        (states[written], eager["states"][written], wide["states"][written]),
+    ):
         if one.numel() >= MIN_ELEMENTS:
             verdict = judge(one, other, truth)
             assert verdict.passed, verdict

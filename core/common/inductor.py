@@ -38,14 +38,17 @@ def inductor(request: LoweringRequest) -> FlatCallable:
 
 
 def compile_fixed(
-    graph: fx.GraphModule, examples: list[Tensor], *, compiler: Callable[..., Any] = torch._inductor.compile
+    graph: fx.GraphModule, examples: list[Tensor], *, compiler: Callable[..., Any] | None = None
 ) -> FlatCallable:
     """Compile a graph whose placeholders are all tensors, with the shapes, strides and dtypes of these examples at each
     call.
 
-    compiler: takes the graph and fake inputs, as Inductor does and as compilers that stand on it do. Raises
-    `LoweringError` where examples share memory that the graph writes.
+    compiler: takes the graph and fake inputs, as Inductor does and as compilers that stand on it do; None for Inductor,
+    which is imported here alone, since half of the start of a process goes to it. Raises `LoweringError` where examples
+    share memory that the graph writes.
     """
+    if compiler is None:
+        compiler = torch._inductor.compile
     refuse_shared_writes(graph, examples)
     # Inductor's on-disk cache needs a shape environment, even if no size is symbolic.
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)

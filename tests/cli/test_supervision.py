@@ -40,6 +40,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow  # the next test has the same of a command that imports no engine first
 def test_a_hook_that_ends_the_process_ends_no_run_with_success(install_vendor: InstallVendor) -> None:
     install_vendor(plugin=HOOK.format(does="os._exit(0)"), head=HEAD, probe=None)
     ran = run(*COMMANDS["run"])

@@ -149,8 +149,10 @@ def test_every_pass_has_a_mistake_and_every_mistake_a_pass() -> None:
 
 
 def on_its_model(mistake: Mistake) -> Any:
-    """Return the mistake as a parameter, slow where its model is another than Llama and has to be traced for it."""
-    marks = [pytest.mark.slow] if mistake.name in MODELS else []
+    """Return the mistake as a parameter: slow where its model is another than Llama and has to be traced for it, and
+    where an earlier mistake of its pass is found in Llama."""
+    first = next((each for each in mistakes() if each.of == mistake.of and each.name not in MODELS), None)
+    marks = [] if mistake is first else [pytest.mark.slow]
     return pytest.param(mistake, id=mistake.name, marks=marks)
 
 

@@ -21,7 +21,10 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     """Tell whether two tensors have a byte in common."""
     if memory(one) != memory(other) or not one.numel() or not other.numel():
         return False
-    return bool(torch.isin(_offsets(one), _offsets(other)).any())
+    # Not torch.isin, which sorts as many numbers as both have bytes.
+    taken = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
+    taken[_offsets(one)] = True
+    return bool(taken[_offsets(other)].any())
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -170,7 +170,9 @@ def test_many_rows_and_other_dtypes_are_for_cublas(
     assert launched == ["hopper_linear_kernel" if is_hopper() else "_tile_kernel"]
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["linear", "gated"])
+@pytest.mark.parametrize(
+    "gated", [pytest.param(False, id="linear"), pytest.param(True, id="gated", marks=pytest.mark.slow)]
+)
 def test_the_other_kernel_is_timed_where_nobody_measured(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Own kernels and cuBLAS are timed against each other up to a number of rows."""
     which = (gated_linear, gated_linear_other) if gated else (linear, linear_other)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, fx, nn
 from core.common.passes.declaration import Pass
 from core.compilation.rewrite.manager import PassManager
 from core.compilation.rewrite.pass_report import PassReport
+from core.compilation.rewrite.snapshot import Snapshot
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
 from core.verify.execution import run_graph
@@ -65,7 +67,16 @@ def lifted_graph(graph: TracedGraph, inputs: Mapping[str, Tensor], *passes: Pass
 
 
 def traced_model(name: str, dtype: torch.dtype, num_tokens: int = 9) -> tuple[TracedGraph, dict[str, Tensor], int]:
-    """Trace a tiny transformers model; return it with its inputs and the number of RMSNorms that ran, by hooks."""
+    """Trace a tiny transformers model; return it with its inputs and the number of RMSNorms that ran, by hooks.
+
+    A process traces each once, and each test gets a graph of its own.
+    """
+    graph, inputs, num_norms = _traced_once(name, dtype, num_tokens)
+    return replace(graph, module=Snapshot(graph.module).module()), dict(inputs), num_norms
+
+
+@cache
+def _traced_once(name: str, dtype: torch.dtype, num_tokens: int) -> tuple[TracedGraph, dict[str, Tensor], int]:
     from core.engine.models.loading import build_model
     from core.engine.models.tiny import tiny_config
 

@@ -184,6 +184,7 @@ CHAOTIC: dict[str, Any] = {
 """Routers so close to ties that rounding alone makes other logits."""
 
 
+@pytest.mark.slow
 def test_a_model_whose_routers_flip_by_rounding_is_served_and_faults_are_still_found() -> None:
     config = tiny_config("gpt_oss", **CHAOTIC)
     model = random_model(config, torch_device=CPU, dtype=torch.bfloat16).model

@@ -25,6 +25,7 @@ from core.engine.steps.positions import ServedPositions
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.step import Step
 from core.host.selection import select_device
+from tests.marks import slow_except
 from tests.recording import acme
 
 CPU = torch.device("cpu")
@@ -92,7 +93,9 @@ def serve_staggered(engine: Engine) -> None:
     assert stats.chunked >= 2 and stats.mixed_steps >= 2 and stats.reused >= 48
 
 
-@pytest.mark.parametrize("model_type", ["roberta", "whisper", "marian", "pegasus", "bart", "bigbird_pegasus"])
+@pytest.mark.parametrize(
+    "model_type", slow_except(["roberta", "whisper", "marian", "pegasus", "bart", "bigbird_pegasus"], "roberta")
+)
 def test_requests_that_come_and_go_get_the_tokens_of_each_alone(model_type: str) -> None:
     loaded = build_model(tiny_config(model_type), torch_device=CPU, dtype=torch.float32)
     with Engine(loaded, select_device("cpu"), SERVING) as engine:
@@ -100,7 +103,7 @@ def test_requests_that_come_and_go_get_the_tokens_of_each_alone(model_type: str)
         serve_staggered(engine)
 
 
-@pytest.mark.parametrize("model_type", ["bart", "roberta"])
+@pytest.mark.parametrize("model_type", slow_except(["bart", "roberta"], "bart"))
 def test_drafts_are_verified_at_their_positions_in_graphs_that_only_replay(model_type: str) -> None:
     loaded = build_model(tiny_config(model_type), torch_device=CPU, dtype=torch.float32)
     with Engine(loaded, acme(), replace(SERVING, speculative=3)) as engine:

@@ -149,6 +149,7 @@ def test_a_closed_runner_leaves_the_model_as_it_was() -> None:
     assert torch.equal(model(input_ids=ids).logits, before)
 
 
+@pytest.mark.slow  # eight layers of 512: the same bound, of a tiny model, is that of the next test
 def test_a_model_that_rounds_otherwise_in_chunks_than_at_once_is_not_refused() -> None:
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 8}

@@ -11,13 +11,13 @@ import pytest
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
 from core.engine.http.load import load_of
-from core.engine.models.assets import embedded_model
 from core.engine.serve.async_engine import AsyncEngine
 from core.engine.serve.engine import Engine
 from core.engine.serve.request import RequestOutput
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.sequence import Sequence
 from core.errors import EngineError, ModelError, UsageError
+from tests.engine.models.shallow import shallow_model
 from tests.support import refused
 
 CONFIG = EngineConfig(max_num_seqs=3, max_model_len=96, options=CompileOptions(mode="off"))
@@ -29,7 +29,7 @@ TEXTS = ["If the argument is", "This", CHAT]
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """The embedded model with a chat template."""
-    with Engine.load(embedded_model(), "cpu", CONFIG) as engine:
+    with Engine.load(shallow_model(), "cpu", CONFIG) as engine:
         engine.loaded.require_tokenizer().chat_template = "{{ messages[0].role }}: {{ messages[0].content }}"
         yield engine
 

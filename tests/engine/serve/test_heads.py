@@ -89,7 +89,7 @@ def compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count
 
 
-@pytest.mark.parametrize("seed", quick(2, of=4))
+@pytest.mark.parametrize("seed", quick(1, of=4))
 def test_tokens_and_drafts_are_right_whatever_the_schedule(
     engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
-from core.engine.models.assets import embedded_model
 from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.engine.steps.staged import StagedSteps
+from tests.engine.models.shallow import shallow_model
 from tests.recording import acme
 
 LONG = 512
@@ -42,7 +42,7 @@ def engine() -> Iterator[Engine]:
 
     No tokenizer: what a detokenizer does per token is not counted here.
     """
-    with Engine.load(embedded_model(), acme(update=False), CONFIG) as engine:
+    with Engine.load(shallow_model(), acme(update=False), CONFIG) as engine:
         engine.loaded = replace(engine.loaded, tokenizer=None)
         for entry in engine._runner.program._runner._entries.values():  # type: ignore[attr-defined]
             outputs = tuple(output.clone() for output in entry.run(None))

@@ -18,6 +18,7 @@ from core.engine.serve.request import Completion
 from core.engine.serve.stepping import MOST, TURN_S, Pace
 from core.engine.steps.runner import EngineConfig
 from core.errors import UsageError
+from tests.engine.models.shallow import shallow_model
 from tests.recording import acme
 
 TEXTS = ["If the argument is", "Return a list of the names", "This", "The Python interpreter is a program that reads"]
@@ -50,7 +51,7 @@ class OneByOne:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine.load(embedded_model(), acme(), CONFIG) as engine:
+    with Engine.load(shallow_model(), acme(), CONFIG) as engine:
         assert engine.route == "paged" and not engine.runs_ahead
         yield engine
 
@@ -195,7 +196,7 @@ def test_a_row_that_fails_in_the_middle_is_computed_again(
 def test_a_cache_that_is_full_gives_shorter_rows() -> None:
     """No sequence loses its cache to a row of others."""
     config = replace(CONFIG, cache_tokens=96, prefix_caching=False, decode_steps=16)
-    with Engine.load(embedded_model(), acme(), config) as engine:
+    with Engine.load(shallow_model(), acme(), config) as engine:
         params = replace(GREEDY, max_new_tokens=40)
         found = [each.token_ids for each in engine.generate(TEXTS, params)]
         alone = [engine.generate([text], params)[0].token_ids for text in TEXTS]

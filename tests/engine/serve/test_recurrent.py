@@ -141,7 +141,7 @@ def logits_of(model: Any, prompt: list[int], count: int) -> tuple[list[int], tor
     return chosen[0], logits[0]
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("phase", slow_except(["prefill", "decode"], "decode"))
 def test_a_step_that_fails_after_it_moved_states_is_computed_from_the_beginning(
     monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
@@ -189,6 +189,7 @@ def test_a_padded_row_that_wrote_to_a_sequence_would_show(monkeypatch: pytest.Mo
     assert found[0] == own and found[1] != own
 
 
+@pytest.mark.slow  # what has no state is queued ahead by make test: test_run_ahead.py
 def test_steps_are_queued_ahead_of_the_host() -> None:
     loaded = build("lfm2")
     jobs = draw_jobs(loaded.model, 5)

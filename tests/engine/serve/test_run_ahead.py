@@ -10,10 +10,10 @@ import pytest
 
 from core.compilation.options import CompileOptions
 from core.engine.config import SamplingParams
-from core.engine.models.assets import embedded_model
 from core.engine.serve.engine import Engine
 from core.engine.serve.request import Completion
 from core.engine.steps.runner import EngineConfig
+from tests.engine.models.shallow import shallow_model
 from tests.recording import acme
 
 TEXTS = ["If the argument is", "Return a list of the names", "This", "The Python interpreter is a program that reads"]
@@ -46,7 +46,7 @@ class Waiting:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """An engine that runs ahead, on a device that replays what it recorded."""
-    with Engine.load(embedded_model(), acme(), CONFIG) as engine:
+    with Engine.load(shallow_model(), acme(), CONFIG) as engine:
         assert engine.route == "paged" and engine.runs_ahead
         yield engine
 

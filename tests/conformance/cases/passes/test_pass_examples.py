@@ -78,7 +78,14 @@ def by_tree() -> Pass:
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("declared", [by_pattern(), by_search()], ids=["replace_pattern", "inductor"])
+@pytest.mark.parametrize(
+    "declared",
+    [
+        pytest.param(by_pattern(), id="replace_pattern"),
+        # Below, that of one dtype stands for it.
+        pytest.param(by_search(), id="inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_a_pattern_is_its_own_example(declared: Pass) -> None:
     assert of(cpu(passes=(declared,)), "mine") == {}
 
