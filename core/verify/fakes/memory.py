@@ -22,9 +22,12 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     if memory(one) != memory(other) or not one.numel() or not other.numel():
         return False
     # Not torch.isin, which sorts as many numbers as both have bytes.
-    taken = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
-    taken[_offsets(one)] = True
-    return bool(taken[_offsets(other)].any())
+    own, others = _offsets(one), _offsets(other)
+    first, last = own.min(), own.max()
+    taken = torch.zeros(int(last - first) + 1, dtype=torch.bool)
+    taken[own - first] = True
+    near = others[(others >= first) & (others <= last)]
+    return bool(taken[near - first].any())
 
 
 def whole(tensor: Tensor) -> Tensor:
