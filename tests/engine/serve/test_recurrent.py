@@ -116,7 +116,7 @@ def test_steps_are_bounded_in_the_tokens_of_prompts_and_in_no_others(
         assert list(completion.token_ids) == chosen or dtype == torch.bfloat16
     if dtype == torch.float32:
         monkeypatch.setattr(step_states.TokenStates, "taken", unbounded)
-        with pytest.raises(ModelError, match="bound steps in prompts alone"):
+        with pytest.raises(UsageError, match="bound steps in prompts alone"):
             Engine(loaded, acme(), CONFIG)
 
 
