@@ -191,7 +191,7 @@ def test_a_mistake_in_an_odd_case_is_found(op: str, fn: Callable[..., Any], monk
         pytest.param(
             "attention",
             window_of_one,
-            r"query=float32\(1, 1, 8\), .*window=1, softcap=0.0, sinks=None, mask=None",
+            r"query=float32\(1, 1, 8\), .*window=1, chunked=False, softcap=0.0, sinks=None, mask=None",
             marks=pytest.mark.slow,
         ),
     ],
