@@ -48,12 +48,6 @@ def _even(sizes: _Sizes, stride: Any) -> _Sizes:
     return strides
 
 
-def is_in_order(value: Tensor) -> bool:
-    """Tell whether a tensor lies in memory as its shape has it."""
-    sizes, strides, _ = _layout(value)
-    return _levels(sizes, strides) == _levels(sizes, _even(sizes, 1))
-
-
 def columns_in(value: Tensor, rows: Rows) -> Columns | None:
     """Return the columns of a row that a tensor in the same memory shows for each row, in its own trailing shape.
 

@@ -27,6 +27,7 @@ from core.common.passes import (
     value_of,
     view,
 )
+from core.common.passes.values.layouts import in_order
 from core_cuda.ops.conditions import DTYPES
 from core_cuda.ops.recurrent.delta_gates import delta_gates, why_not
 from core_cuda.passes.examples.recurrent import delta_gate_layers
@@ -63,7 +64,7 @@ def _site(context: PassContext, decay: fx.Node, beta: fx.Node) -> Site:
     sizes = _sizes(decay, rates, log_rate)
     a, bias = _sum(step, prod(sizes))
     a, a_dims = _projected(a, decay, sizes)
-    if not value_of(decay).is_contiguous():
+    if not in_order(value_of(decay)):
         raise Refused(decay, "its numbers are not in one run, and the kernel's are")
     if reason := why_not(value_of(a), value_of(log_rate), value_of(bias), sizes):
         raise Refused(decay, reason)
@@ -100,7 +101,7 @@ def _learned(
     first = min(order[each] for each in (decay, *decay.users, *beta.users))
     if max(order[each] for each in (b, *operands)) >= first:
         return None
-    if not value_of(beta).is_contiguous() or view.dtype(b) not in DTYPES:
+    if not in_order(value_of(beta)) or view.dtype(b) not in DTYPES:
         return None
     return b, {"b_dims": dims, "rounded": view.dtype(beta), "factor": factor}
 

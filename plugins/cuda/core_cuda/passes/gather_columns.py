@@ -28,8 +28,9 @@ from core.common.passes import (
     value_of,
     view,
 )
+from core.common.passes.values.layouts import in_order
 from core_cuda.ops.gather_columns import MAX_BLOCKS, MAX_RESULTS, Block, gather_columns, why_not
-from core_cuda.passes.columns import Columns, Rows, blocks_of, columns_in, fresh_rows, is_in_order, rows_of
+from core_cuda.passes.columns import Columns, Rows, blocks_of, columns_in, fresh_rows, rows_of
 from core_cuda.passes.examples.columns import gathered_columns
 
 _COPYING = frozenset({"reshape", "flatten", "contiguous", "clone", "cat"})
@@ -88,7 +89,7 @@ def _is_copy(node: fx.Node, writes: Writes) -> bool:
     if (kind := view.kind(node)) not in _COPYING:
         return False
     value, parts = value_of(node), _parts(node)
-    if not isinstance(value, Tensor) or not parts or not is_in_order(value):
+    if not isinstance(value, Tensor) or not parts or not in_order(value):
         return False
     last = kind != "cat" or view.operand(node, 1, "dim", 0) in (-1, value.dim() - 1)
     alike = all(view.dtype(part) == value.dtype for part in parts)
