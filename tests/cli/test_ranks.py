@@ -41,6 +41,21 @@ def test_bench_judges_the_logits_of_all_ranks(tmp_path: Path) -> None:
     assert core["check"]["tokens_equal"] and core["check"]["logits"]["passed"]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("cache_folder")
+def test_a_second_start_of_two_ranks_takes_graphs_from_disk() -> None:
+    arguments = ("run", "llama", "--device", "cpu", "--tp", "2", "--lowering", "inline", "--no-check", "--json")
+    path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+    environment = {**os.environ, "PYTHONPATH": path}
+    command, found = [sys.executable, "-m", "core", *arguments], []
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=240, text=True)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    assert [each["program"]["cache"]["state"] for each in found] == ["miss", "hit"]
+    assert found[0]["completions"] == found[1]["completions"]
+
+
 def test_one_rank_is_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"device": "cpu:0", "draft_model": "x", "lora": ["a=folder"]}
     assert ranks.check_ranks(None, **given) == ranks.check_ranks(1, **given) == 1

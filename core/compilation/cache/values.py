@@ -40,6 +40,7 @@ _BY_TEXT = (
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator, torch._ops._OpNamespace),
     *(types.UnionType, types.GenericAlias, re.Pattern, torch._ops._Ops),
 )
+_GROUPS: tuple[Any, ...] = (torch.distributed.ProcessGroup,) if torch.distributed.is_available() else ()
 _STATELESS = (object, types.CellType, weakref.ref)
 """Classes whose objects have no state of their own, or only refer to objects that have texts of their own."""
 _MAPPINGS, _SEQUENCES, _SETS = (dict, types.MappingProxyType), (tuple, list, deque), (set, frozenset)
@@ -230,6 +231,8 @@ class Texts:
             return f"{self._code_text(kind)} {plain.__repr__(value)}"
         if isinstance(value, types.CodeType):
             return f"code {digest_of(value)}"
+        if isinstance(value, _GROUPS):  # what code can ask it for without sending anything
+            return f"group {value.group_name!r} of processes: rank {value.rank()} of {value.size()}, {value.name()}"
         if isinstance(value, (staticmethod, classmethod, property, functools.cached_property)):
             return self._member(value)
         if isinstance(value, functools._lru_cache_wrapper):
