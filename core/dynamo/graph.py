@@ -17,6 +17,7 @@ from core.common.passes.metadata import equalities_guarded
 from core.compilation.implementations import choose_implementations
 from core.compilation.rewriting import Rewriter
 from core.compilation.shared_trace import copy_graph
+from core.compilation.trace.positions import by_position
 from core.compilation.trace.traced import ConstantSlot, InputSlot, OutputTree, TracedGraph
 from core.dynamo.arguments import Arguments, Weights, fix_numbers, hint, sizes_of
 from core.dynamo.captures import Captures, Run
@@ -69,6 +70,7 @@ class CompiledGraph:
         self._original: FlatCallable = graph.forward
         self._graph = copy_graph(graph, lazy=True)  # kept as it was traced: other numbers need other rewrites
         drop_idle_autocast(self._graph)
+        by_position(self._graph.graph)
         self._arguments = Arguments(self._graph, examples)
         self._options, self._device, self._account = options, device, account
         self._rewriter = Rewriter(device, options.switches, strict=options.strict, verify=options.verify)

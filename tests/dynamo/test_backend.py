@@ -16,7 +16,7 @@ INLINE = {"lowering": "inline"}
 
 
 class Norm(nn.Module):
-    """An RMSNorm as models write it."""
+    """An RMSNorm as models write it, one call with a name for its tensor."""
 
     def __init__(self, size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+        return self.weight * (x * torch.rsqrt(input=x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
 class Block(nn.Module):

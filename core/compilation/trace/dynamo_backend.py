@@ -17,6 +17,7 @@ from core.common.passes.view import kind, operand
 from core.common.passes.writes import find_writes
 from core.compilation.trace.counters import Counted, Counter
 from core.compilation.trace.flattening import flatten_constants
+from core.compilation.trace.positions import by_position
 from core.compilation.trace.side_effects import SideEffect, side_effects
 from core.compilation.trace.traced import (
     ConstantSlot,
@@ -78,6 +79,7 @@ class Capture:
                     remedy="return tensors only; read sizes off the inputs",
                 )
         self._refuse_written_inputs(nodes, examples)
+        by_position(graph.graph)
         _note_squeezes(graph)
         self.code = tuple(dict.fromkeys(torch._guards.TracingContext.get_traced_code() or ()))
         held = (getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr"))
