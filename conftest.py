@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,6 +157,24 @@ def _little_to_measure() -> None:
         log.propagate = True
     if guards := sys.modules.get("torch._dynamo.guards"):
         guards.__dict__["profile_guard_manager"] = lambda *_: 0.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark slow what `cases(n)` leaves out, before `-m` and `-k` choose: which cases those are depends on neither.
+
+    Cases with a mark of their own are left out of it: `make test` does not run them, or skips them.
+    """
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("cases") and not any(item.get_closest_marker(mark) for mark in DEAR):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for group in cases.values():
+        (count,) = next(group[0].iter_markers("cases")).args
+        quick = {number * (len(group) - 1) // max(count - 1, 1) for number in range(count)}
+        for number, item in enumerate(group):
+            if number not in quick:
+                item.add_marker("slow")
 
 
 @pytest.hookimpl(wrapper=True)
