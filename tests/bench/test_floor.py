@@ -99,6 +99,7 @@ def test_a_window_bounds_what_is_read_and_what_is_multiplied() -> None:
     assert prefill_floor(chunks, RATES, 10).flops == 2 * 2 * (1 + 2 + 3 + 4 + 1 + 2 + 3 + 4 + 1 + 2)
 
 
+@pytest.mark.slow
 def test_rates_come_from_the_clock() -> None:
     ticks = iter(range(10**6))
     # Each run of five is one tick long, so that one copy takes a fifth of a second.
@@ -107,6 +108,7 @@ def test_rates_come_from_the_clock() -> None:
     assert found.matmul_size == 8 and found.flops_per_s == pytest.approx(2 * 8**3 / 0.2)
 
 
+@pytest.mark.slow
 def test_sizes_grow_until_a_run_can_be_measured() -> None:
     now = [0.0]
 
@@ -118,6 +120,7 @@ def test_sizes_grow_until_a_run_can_be_measured() -> None:
     assert (found.copy_bytes, found.matmul_size) == (4000, 16)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("dtype", "counted"), [("bfloat16", "float32"), ("float16", "float16"), ("float32", "float32")]
 )

@@ -193,6 +193,7 @@ def test_kernels_are_those_of_a_quantised_cache_where_it_was_asked_for() -> None
         profile_phase(mamba, cpu(), "decode", tokens=24, rates=RATES, kv_cache_dtype="fp8")
 
 
+@pytest.mark.slow
 def test_layers_with_a_window_hold_what_it_needs_of_each_sequence() -> None:
     """For those of a whole context the cache of these layers has no room, and a served step holds no more."""
     config = tiny_config("gpt_oss", sliding_window=16)
@@ -204,6 +205,7 @@ def test_layers_with_a_window_hold_what_it_needs_of_each_sequence() -> None:
         assert bool((step.inputs["seq_lens"] == 241).all())
 
 
+@pytest.mark.slow
 def test_a_step_at_the_last_position_has_room() -> None:
     loaded, _ = open_model(None, "tiny-llama", cpu(), "auto")
     with step_graph(loaded, cpu(ops=()), "decode", batch=8, tokens=511) as step:

@@ -111,6 +111,7 @@ def test_weights_that_are_codes_in_the_folder_have_no_peers() -> None:
         choose(device(THERE), ("there", "core"), {}).without_peers(why)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("scheme", "weights", "note"),
     [
@@ -178,6 +179,7 @@ def subject(runner: str, folder: Path, **more: Any) -> PeerSubject:
     return PeerSubject(ChosenPeer(peer=peer), PeerModel(folder=folder, dtype=torch.float32, vocab_size=160))
 
 
+@pytest.mark.slow
 def test_peers_run_in_turns_and_a_wrong_one_has_no_figure(
     loaded: LoadedModel, tokens: list[list[int]], tmp_path: Path
 ) -> None:

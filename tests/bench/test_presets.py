@@ -19,6 +19,7 @@ from tests.common.processes import pretended
 from tests.support import cpu, refused
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -105,6 +106,7 @@ def test_dtypes_of_a_preset() -> None:
     assert open_model(None, "tiny-llama", narrow, "auto")[0].dtype is torch.float32
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-moe"])
 def test_a_rank_draws_its_part_of_the_model_that_one_process_draws(name: str, rank: int) -> None:

@@ -58,6 +58,7 @@ def test_a_copy_shares_weights_and_nothing_else(model: Any) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 def test_subjects_in_turns_generate_what_each_would_alone(model: Any, traced_only: list[str]) -> None:
     cell = Cell(phase="decode", batch=2, tokens=9, steps=3, rounds=3)
     shared = SharedCache(model, cpu())

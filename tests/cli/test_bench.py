@@ -80,6 +80,7 @@ def _check_documented(document: dict[str, Any]) -> None:
     assert not [name for name in sorted(named) if f"`{name}`" not in section]
 
 
+@pytest.mark.slow
 def test_json_to_standard_output_is_all_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--subjects", "eager", "--json", "-"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -87,6 +88,7 @@ def test_json_to_standard_output_is_all_there_is(capsys: pytest.CaptureFixture[s
     assert document["start"] is None and document["cells"][0]["kernels"] is None
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("arguments", "phrases"),
     [

@@ -60,6 +60,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return code, document
 
 
+@pytest.mark.slow
 def test_the_json_has_the_documented_fields(capsys: pytest.CaptureFixture[str]) -> None:
     code, document = run_json(capsys, *TWO)
     steps = document.pop("steps")
@@ -95,6 +96,7 @@ def test_the_json_has_the_documented_fields(capsys: pytest.CaptureFixture[str]) 
     assert [step["kind"] for step in steps if step["kind"] != "op"] == ["pass", "pass", "lowering", "model"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("inject", ["norm-eps", "tests.cli.test_bisect:WRONG"])
 def test_a_planted_mistake_is_the_first_line_and_the_exit_code(
     inject: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
@@ -119,12 +121,14 @@ def test_the_json_of_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["headline"] == f"FAULT: {fault['text']}" and fault["ratio"] > 1
 
 
+@pytest.mark.slow
 def test_an_injected_pass_that_does_nothing_wrong_is_loud(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMON, *TWO, "--only-pass", "acme_idle", *INJECT_IDLE]) == 0
     out = capsys.readouterr().out
     assert "THE INJECTED PASS 'acme_idle' WAS NOT FOUND AT FAULT" in out and "it matched nothing" in out
 
 
+@pytest.mark.slow
 def test_the_table_fits_80_columns_and_what_was_skipped_stands_below_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +159,7 @@ def test_the_mistakes_are_listed_and_no_name_is_cut(
     assert {row["name"]: row["pass"] for row in rows} == {mistake.name: mistake.of for mistake in mistakes()}
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("arguments", "phrases"),
     [

@@ -103,6 +103,7 @@ def test_the_listing_is_quick_and_free_of_torch(tmp_path: Path) -> None:
     assert min(seconds["devices"]) < 6 * min(seconds["libraries"])
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "core", "devices", "--json"]
     done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)

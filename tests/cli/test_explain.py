@@ -118,6 +118,7 @@ def test_full_prints_the_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert "left out: " in out
 
 
+@pytest.mark.slow
 def test_a_pass_that_was_undone_is_a_failure(install_vendor: InstallVendor, capsys: pytest.CaptureFixture[str]) -> None:
     install_vendor(plugin=BROKEN)
     # The vendor's device has no memory for a paged cache.
@@ -130,6 +131,7 @@ def test_a_pass_that_was_undone_is_a_failure(install_vendor: InstallVendor, caps
     assert "acme_broken" in capsys.readouterr().err
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

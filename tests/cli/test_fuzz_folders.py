@@ -23,6 +23,7 @@ def run(folder: Path) -> int:
     return main(["run", "--device", "cpu", "--model", str(folder), *options])
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_wrong_folder_is_refused_or_harmless(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = make_wrong(tmp_path / "model", seed)

@@ -83,6 +83,7 @@ def drawn(source: random.Random) -> list[str]:
     return line
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_drawn_command_line_has_one_error_or_is_taken(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     line = drawn(random.Random(seed))

@@ -60,11 +60,13 @@ def test_a_type_is_built_for_a_server() -> None:
     assert name == "llama, built tiny with random weights" and loaded.tokenizer is None
 
 
+@pytest.mark.slow
 def test_no_type_that_transformers_knows_is_refused_before_it_is_imported() -> None:
     for each in causal_lm_types():
         check_type(each)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [("lama", "did you mean the type 'llama'?"), ("nowhere", "pass a folder or a model type such as 'llama'")],

@@ -71,6 +71,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith(f"core {__version__}, Python 3.")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("line", "completed"),
     [

@@ -58,6 +58,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return code, document
 
 
+@pytest.mark.slow
 def test_without_a_device_the_passes_of_all_are_listed_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     code, document = run_json(capsys)
     assert (code, document["schema"], document["device"]) == (0, "core.passes/1", None)
@@ -71,6 +72,7 @@ def test_without_a_device_the_passes_of_all_are_listed_in_order(capsys: pytest.C
     ]
 
 
+@pytest.mark.slow
 def test_what_runs_on_request_alone_says_so_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     _, document = run_json(capsys)
     told = {item["name"]: item["on_request"] for item in document["passes"] if item["on_request"]}
@@ -114,6 +116,7 @@ def test_a_device_adds_its_own_in_the_order_of_execution(
     assert document["device"] == {"name": "acme", "plugin": "acme-device 1.0"}
 
 
+@pytest.mark.slow
 def test_the_table_shows_order_guards_and_what_is_off(
     install_vendor: InstallVendor, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("core.engine.models.loading._check_dtype", load)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("command", ["run", "bench"])
 @pytest.mark.parametrize(
     ("arguments", "phrases"),

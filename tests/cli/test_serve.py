@@ -28,6 +28,7 @@ WITHOUT_TORCH = (
 )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("arguments", "phrases"),
     [

@@ -47,6 +47,7 @@ def test_a_hook_that_ends_the_process_ends_no_run_with_success(install_vendor: I
     assert ran.returncode == 2 and "hook core_open_device ended the process with exit code 0" in ran.stderr
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("does", "told"),
     [
@@ -104,6 +105,7 @@ def start_heeding(number: signal.Signals, handler: Any, command: tuple[str, ...]
         signal.signal(number, before)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_both_processes(
     install_vendor: InstallVendor, command: tuple[str, ...], tmp_path: Path, number: signal.Signals
@@ -121,6 +123,7 @@ def test_a_signal_ends_both_processes(
         os.kill(child, 0)
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_handed_on(install_vendor: InstallVendor, command: tuple[str, ...], tmp_path: Path) -> None:
     pipe = wait_in_hook(install_vendor, tmp_path)
     with start_heeding(signal.SIGINT, signal.default_int_handler, command) as started:
@@ -132,6 +135,7 @@ def test_an_interrupt_is_handed_on(install_vendor: InstallVendor, command: tuple
             started.kill()  # else the end of the block waits for one that lives on
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_the_process_that_watches_it(
     install_vendor: InstallVendor, command: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ EARLY = (
 )
 
 
+@pytest.mark.slow
 def test_a_wrong_command_line_is_refused_before_torch_is_imported() -> None:
     code = (
         "import json, sys\nfrom core.cli import main\n"

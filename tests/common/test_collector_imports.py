@@ -25,6 +25,7 @@ print(code, gc.isenabled(), gc.get_freeze_count() - before > 5000)
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("arguments", "frozen"), [("None", True), ("['--help']", False)])
 def test_only_a_process_of_its_own_is_frozen(arguments: str, frozen: bool) -> None:
     command = [sys.executable, "-c", FRESH.replace("ARGUMENTS", arguments)]

@@ -43,6 +43,7 @@ def placeholders(graph: fx.GraphModule) -> int:
     return sum(node.op == "placeholder" for node in graph.graph.nodes)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("rows", [6, 9])
 def test_inline_runs_at_every_size_and_exactly_as_eager(rows: int) -> None:
     graph, x = traced()

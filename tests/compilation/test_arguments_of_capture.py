@@ -100,6 +100,7 @@ def test_a_guard_that_the_model_does_not_take_is_called_one() -> None:
         compiled(inputs={"y": ROWS["x"]}, guards={"want": ("sums",)})
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -95,6 +95,7 @@ def test_a_reduction_gives_a_row_the_same_bits_beside_any_others(name: str, dtyp
         torch.set_num_threads(threads)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_keep_every_bit_in_any_batch(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -109,6 +110,7 @@ def test_rows_keep_every_bit_in_any_batch(dtype: torch.dtype) -> None:
     assert chosen == {"cpu_linear_alike"}
 
 
+@pytest.mark.slow
 def test_unasked_no_call_gets_what_is_there_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
     report = program_of(Layers(), CompileOptions(lowering="inline")).report()
     chosen = [choice for trace in report.traces for choice in trace.ops]
@@ -116,6 +118,7 @@ def test_unasked_no_call_gets_what_is_there_for_that(monkeypatch: pytest.MonkeyP
     assert not [each for each in chosen if "cpu_linear_alike" in (each.implementation, *each.others)]
 
 
+@pytest.mark.slow
 def test_what_is_not_known_to_be_so_is_refused_by_name() -> None:
     with refused(LoweringError, "matmul", "a product whose order of sums depends on its sizes"):
         program_of(Product())

@@ -81,6 +81,7 @@ def test_a_way_that_was_not_foreseen_runs_eagerly_and_is_counted() -> None:
             model.cache.length = 5
 
 
+@pytest.mark.slow
 def test_a_model_of_many_ways_runs_eagerly() -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         for _ in range(s.cache.length):
@@ -97,6 +98,7 @@ def test_a_model_of_many_ways_runs_eagerly() -> None:
         assert outputs(program) == [[1.0 + n] * 2 for n in range(5)]
 
 
+@pytest.mark.slow
 def test_an_error_of_a_later_call_names_the_numbers_it_begins_with() -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         s.cache.rows[s.cache.length] = x
@@ -156,6 +158,7 @@ def test_a_device_s_graph_would_keep_the_first_numbers(options: Any) -> None:
         assert program.report().modes == {"main": "off"} and "cache.length" in program.report().notes[-1]
 
 
+@pytest.mark.slow
 def test_such_graphs_are_not_kept_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CORE_CACHE", "1")
     monkeypatch.setenv("CORE_CACHE_DIR", str(tmp_path))

@@ -27,6 +27,7 @@ def compiled(model: Any = None, *args: Any, **options: Any) -> Program:
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dim", ["batch", torch.export.Dim("batch")], ids=["text", "Dim"])
 @pytest.mark.parametrize(
     "shorter",

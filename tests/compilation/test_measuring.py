@@ -27,8 +27,7 @@ from core.errors import LoweringError, UsageError
 from tests.recording import acme
 from tests.support import Norm, compile_with, cpu, refused, rewrite
 
-OP = "core::rms_norm"
-SLOW_S = 0.003
+OP, SLOW_S = "core::rms_norm", 0.003
 ran: list[tuple[str, int]] = []
 """Implementations that ran, each with the rows it was given."""
 
@@ -260,6 +259,7 @@ def test_a_timed_that_raises_is_told() -> None:
         compiled(cpu(ops=(STEADY, implementation(growing, timed=broken))))
 
 
+@pytest.mark.slow
 def test_another_slack_or_another_word_on_timing_is_another_entry_of_the_cache(cache_folder: Path) -> None:
     def state(**fields: Any) -> str:
         device = cpu(ops=(implementation(growing, **fields), STEADY))

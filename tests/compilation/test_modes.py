@@ -65,6 +65,7 @@ def rows(count: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", DEVICE_MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replays_equal_the_model_in_every_bit(mode: Mode, dtype: torch.dtype) -> None:
@@ -81,6 +82,7 @@ def test_replays_equal_the_model_in_every_bit(mode: Mode, dtype: torch.dtype) ->
             assert torch.equal(ours, model(x, slots)) and torch.equal(cache, model.cache)
 
 
+@pytest.mark.slow
 def test_replays_of_compile_equal_the_same_callable_run_plainly() -> None:
     """On "compile" nothing is recorded: what is run is the lowered callable itself, on static buffers."""
     model = Model().eval()
@@ -91,6 +93,7 @@ def test_replays_of_compile_equal_the_same_callable_run_plainly() -> None:
             assert torch.equal(program(x=x, slots=slots), model(x, slots))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", DEVICE_MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padded_calls_meet_the_criterion(mode: Mode, dtype: torch.dtype) -> None:
@@ -109,6 +112,7 @@ def test_padded_calls_meet_the_criterion(mode: Mode, dtype: torch.dtype) -> None
         assert not judge(actual * 1.03, eager, reference).passed
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", [*DEVICE_MODES, "off"])
 def test_state_is_written_once_per_call(mode: Mode) -> None:
     model = Model().eval()
@@ -120,6 +124,7 @@ def test_state_is_written_once_per_call(mode: Mode) -> None:
     assert sum(program.report().replays.values()) == (0 if mode == "off" else 4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("mode", DEVICE_MODES)
 @pytest.mark.parametrize("padding", ["sentinel", "keep"])
 def test_padding_never_reaches_real_rows(mode: Mode, padding: Any) -> None:
@@ -140,6 +145,7 @@ def test_padding_never_reaches_real_rows(mode: Mode, padding: Any) -> None:
         program.inputs(program.keys[0])["x"][count:].fill_(float("nan"))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", DEVICE_MODES)
 def test_replays_do_not_depend_on_which_bucket_ran_before(mode: Mode) -> None:
     program = compiled(Model().eval(), mode)
@@ -180,6 +186,7 @@ def test_captured_callables_equal_themselves(mode: Mode) -> None:
     assert [tuple(t.shape) for t in (short["rows"], short["first"][0], short["sum"])] == [(3, WIDTH), (3, 2), (3,)]
 
 
+@pytest.mark.slow
 def test_piecewise_cuts_at_ops_and_shares_the_code_of_layers() -> None:
     program = compiled(Model(5).eval(), "piecewise")
     (key, *_) = program.keys
@@ -190,6 +197,7 @@ def test_piecewise_cuts_at_ops_and_shares_the_code_of_layers() -> None:
     compile(source, "source", "exec")
 
 
+@pytest.mark.slow
 def test_piecewise_without_a_break_point_is_one_graph_and_says_so() -> None:
     program = compiled(Model().eval(), "piecewise", break_at=(), eager=())
     (note,) = program.report().notes
@@ -197,6 +205,7 @@ def test_piecewise_without_a_break_point_is_one_graph_and_says_so() -> None:
     assert program.source(program.keys[0]) == ""
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", DEVICE_MODES)
 def test_symbolic_sizes_reach_the_code_between_breaks(mode: Mode) -> None:
     def fn(x: Tensor) -> Tensor:
@@ -227,6 +236,7 @@ def test_outputs_that_are_inputs_views_and_constants(mode: Mode) -> None:
         assert torch.equal(kept, x), "a view of an input buffer has to survive the next write of it"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", [*DEVICE_MODES, "off"])
 def test_calls_without_rows(mode: Mode) -> None:
     program = compiled(Model().eval(), mode)
@@ -239,6 +249,7 @@ def test_a_mode_that_the_device_lacks_is_refused(mode: Mode) -> None:
         compiled(Model().eval(), mode, device=acme(modes=("full", "piecewise")))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", DEVICE_MODES)
 def test_state_after_compile_is_as_before_with_reset(mode: Mode) -> None:
     model = Model().eval()

@@ -56,6 +56,7 @@ def test_an_error_by_choice() -> None:
     assert not program.report().oversized and not program.report().fallbacks
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("device", [cpu, acme], ids=["cpu", "acme"])
 @pytest.mark.parametrize("count", [5, 8, 11])
 def test_split_calls_are_the_whole_call_by_replays_alone(device: Any, count: int) -> None:

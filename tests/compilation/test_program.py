@@ -124,6 +124,7 @@ def test_an_input_that_the_model_ignores_is_padded_too() -> None:
     assert torch.equal(program(x=rows(3), ids=torch.arange(3)), rows(3) * 2)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8])
 def test_outputs_are_sliced_to_the_real_rows(count: int) -> None:
     program = compiled(lambda x: {"rows": x + 1, "sums": [x.sum(-1)], "fixed": x[:1].new_ones(3), "n": None})
@@ -176,6 +177,7 @@ def test_an_input_that_requires_grad_leaves_no_trace() -> None:
     assert not program.inputs(program.keys[0])["x"].requires_grad
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("lowering", "dtype"),
     [
@@ -291,6 +293,7 @@ def test_a_closed_program_says_so() -> None:
     program.close()
 
 
+@pytest.mark.slow
 def test_two_programs_of_one_model_do_not_meet() -> None:
     model = Block()
     specs = {"x": InputSpec(("n", 16), torch.float32)}

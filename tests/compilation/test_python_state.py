@@ -34,6 +34,7 @@ def compiled(model: Callable[..., Tensor], device: Device, **options: Any) -> co
     return core.compile(model, device, inputs=INPUTS, passes=(), lowering="inline", **options)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_program_of_a_model_with_python_state_gives_what_the_model_gives(form: str, device: str) -> None:
@@ -48,6 +49,7 @@ def test_a_program_of_a_model_with_python_state_gives_what_the_model_gives(form:
         assert not program.report().fallbacks
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("mode", ["full", "segmented"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_named_mode_refuses_python_state_and_leaves_it_as_it_was(form: str, mode: Any) -> None:
@@ -66,6 +68,7 @@ def test_a_capture_without_a_trace_refuses_python_state_and_leaves_it_as_it_was(
     assert outputs(model) == expected
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("form", sorted({*FORMS} - {*COUNTED}))
 def test_strict_refuses_python_state(form: str) -> None:
     with pytest.raises(TraceError):
@@ -211,6 +214,7 @@ def _agrees(seed: int, device: Device, **options: Any) -> bool:
 SEEDS = [pytest.param(seed, marks=[pytest.mark.exhaustive] if seed >= 20 else []) for seed in range(200)]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_state_at_a_place_drawn_by_chance_is_never_wrong(seed: int) -> None:
     assert not _agrees(seed, cpu())

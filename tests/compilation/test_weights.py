@@ -211,6 +211,7 @@ def with_pass(run: Callable[[PassContext], PassResult]) -> Device:
     return cpu(passes=(Pass(name="own", does="Read a weight.", run=run, guards=Guards(constants=True)),))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("run", [reading, binding(sources=True)])
 def test_a_weight_of_which_a_pass_made_something_keeps_its_values(run: Callable[[PassContext], PassResult]) -> None:
     with compiled(Projections(), with_pass(run)) as made:

@@ -80,11 +80,13 @@ def named(names: Iterable[str], *quick: str) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", named(sorted({row["case"] for row in ROWS.values()}), *QUICK_CASES))
 def test_the_honest_device_passes_the_cases_that_reject(case: str) -> None:
     assert failures(case) == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", named((name for name, fault in FAULTS.items() if not fault.process_wide), *QUICK))
 def test_a_fault_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, name)

@@ -205,6 +205,7 @@ def test_processes_of_xdist_share_the_cases(tmp_path: Path, monkeypatch: pytest.
     assert len(begun) == 6 and all(lines[n + 1].endswith("ends") for n in begun), lines
 
 
+@pytest.mark.slow
 def test_a_device_that_does_not_open_leaves_level_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install_vendor: InstallVendor
 ) -> None:
@@ -223,6 +224,7 @@ def test_a_device_that_does_not_open_leaves_level_0(
     ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("device", "arguments", "said"),
     [

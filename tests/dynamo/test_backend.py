@@ -239,7 +239,7 @@ def test_a_growing_cache_stays_attention(dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_attention_written_out_is_lifted_where_every_size_is_a_symbol(dtype: torch.dtype) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.softmax((q @ k.transpose(-1, -2)) * 0.25, -1) @ v

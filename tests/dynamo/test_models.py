@@ -150,6 +150,7 @@ def test_a_model_keeps_its_numbers(case: Case, dtype: torch.dtype) -> None:
     assert graph.num_captured == 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_language_model_keeps_its_numbers(dtype: torch.dtype) -> None:
     check(CASES[-1], dtype, lowering="inline")

@@ -68,6 +68,7 @@ def test_a_plugin_for_another_core_is_incompatible(install_vendor: InstallVendor
     assert entry.info.requires_core in entry.reason and "acme-device" in entry.hint
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("core_version", "verdict", "phrase"),
     [

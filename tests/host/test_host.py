@@ -81,6 +81,7 @@ def test_only_the_chosen_plugin_is_imported(install_vendor: InstallVendor) -> No
     assert f"{other.module}.plugin" not in sys.modules
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("name", "index", "expected"), [("acme:1", 0, 1), ("acme", 2, 2), ("acme:1", 1, 1)])
 def test_the_index_reaches_the_plugin(install_vendor: InstallVendor, name: str, index: int, expected: int) -> None:
     install_vendor(
@@ -104,6 +105,7 @@ def test_a_malformed_request_is_refused(name: str, index: int) -> None:
 # Broken plugins: each error names distribution, version and what is wrong.
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
@@ -147,6 +149,7 @@ def test_an_entry_point_that_names_a_class_is_refused(install_vendor: InstallVen
         core.select_device("acme")
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("hook", "result", "problem"),
     [

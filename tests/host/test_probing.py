@@ -49,6 +49,7 @@ def test_a_plugin_without_a_probe_counts_as_available(install_vendor: InstallVen
     assert "brings no probe" in status.reason
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -76,6 +77,7 @@ def test_a_broken_probe_becomes_an_unavailable_device(install_vendor: InstallVen
     assert "acme-device" in status.hint
 
 
+@pytest.mark.slow
 def test_a_hanging_probe_is_killed_with_its_children(install_vendor: InstallVendor, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     install_vendor(
@@ -125,6 +127,7 @@ def test_what_a_probe_prints_does_not_reach_the_answer(install_vendor: InstallVe
     assert (status.state, status.reason) == ("available", "quiet")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("place", ["os.fork()", "os.fork() or time.sleep(0.3)", "os.fork() and time.sleep(0.3)"])
 def test_a_probe_that_forks_answers_once(install_vendor: InstallVendor, place: str) -> None:
     install_vendor(
@@ -211,6 +214,7 @@ def test_a_probe_that_imports_torch_is_told_on(install_vendor: InstallVendor) ->
     assert status.outcome is not None and status.outcome.imported_torch
 
 
+@pytest.mark.slow
 def test_probes_run_at_the_same_time(install_vendor: InstallVendor) -> None:
     slow = (
         "import time\ndef probe():\n    time.sleep(0.7)\n    return Probe(available=True, device_count=1, reason='')\n"
@@ -239,6 +243,7 @@ def test_leaving_the_scan_kills_running_probes(install_vendor: InstallVendor, tm
         os.kill(int(pid_file.read_text()), 0)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("source", "reason"),
     [

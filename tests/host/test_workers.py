@@ -56,6 +56,7 @@ def test_one_process_answers_all_requests(worker: PersistentWorker) -> None:
     assert first["pid"] == second["pid"] != os.getpid()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
@@ -82,6 +83,7 @@ def test_a_crash_leaves_the_stack_in_the_output(worker: PersistentWorker) -> Non
     assert "Segmentation fault" in result.output and "obedient_worker.py" in result.output
 
 
+@pytest.mark.slow
 def test_a_hang_is_killed_at_its_deadline_with_its_children(worker: PersistentWorker, tmp_path: Path) -> None:
     answered(worker)
     start = time.monotonic()
@@ -163,6 +165,7 @@ for descriptor in range(3, 1024):
 """
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "data",
     [
@@ -193,6 +196,7 @@ def test_a_process_that_ends_between_requests_is_told_and_replaced(worker: Persi
     answered(worker)
 
 
+@pytest.mark.slow
 def test_closing_from_another_thread_ends_a_request(worker: PersistentWorker) -> None:
     pid = answered(worker)["pid"]
     results: list[WorkerResult] = []
@@ -239,6 +243,7 @@ def test_a_worker_asked_once_is_gone_with_its_children(worker: PersistentWorker)
     assert not is_running(result.answer["pid"]) and not is_running(result.answer["child"])
 
 
+@pytest.mark.slow
 def test_workers_asked_together_answer_each_for_itself(worker: PersistentWorker) -> None:
     with Asked() as asked:
         asked.ask("good", "obedient_worker", do="answer = {'x': 1}", timeout_s=20)

@@ -253,6 +253,7 @@ def test_a_refused_name_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_neither_torch_nor_a_plugin_is_imported(tmp_path: Path) -> None:
     code = f"import sys; from core.cli import main; main(['new-plugin', 'wave', '--into', {str(tmp_path / 'new')!r}]); "
     code += "sys.exit(any(name in sys.modules for name in ('torch', 'core_cpu')))"

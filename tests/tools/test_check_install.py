@@ -61,6 +61,7 @@ def pinned(folder: Path, line: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_what_fits_together_resolves(scripts: Any, index: dict[str, str], tmp_path: Path) -> None:
     said = scripts.resolve(sys.executable, extras(scripts, pinned(tmp_path, "triton==3.7.1")), index)
     assert said.startswith("3 packages resolved in ")

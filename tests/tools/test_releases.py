@@ -74,6 +74,7 @@ def build(folder: Path, kind: str, target: Path) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_the_archive_holds_what_the_wheel_needs_and_no_tests(tmp_path: Path) -> None:
     archive = build(ROOT, "sdist", tmp_path / "dist")
     with tarfile.open(archive) as opened:

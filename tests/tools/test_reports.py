@@ -46,6 +46,7 @@ def plant(folder: Path, kept: dict[str, Any], today: list[str]) -> None:
     (folder / f"{kept['device']}.md").write_text(page(kept, compare(kept, today)), encoding="utf-8")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_committed_report_is_of_the_suite_as_it_is_or_says_what_it_lacks(device: str) -> None:
     assert stale(FOLDER, {device: cases_today(read(device))}) == []

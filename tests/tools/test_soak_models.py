@@ -35,6 +35,7 @@ MISSING = {
 """Model type -> the events that its route does not offer."""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("model_type", slow_except(["lfm2", "deepseek_v32", "diffllama"], "lfm2", "diffllama"))
 def test_a_short_soak_has_every_event_that_the_route_offers_and_no_fault(model_type: str) -> None:
     row = soak(model_type, select_device("cpu"), 20, config=EAGER)
@@ -110,6 +111,7 @@ def cache_of(engine: Engine) -> BlockTables:
 MISTAKES = (one_slot_for_all, state_of_before, state_not_reset, chunk_border_off_by_one)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("model_type", "mistake"),
     slow_except(
@@ -123,6 +125,7 @@ def test_a_state_that_is_not_the_sequence_s_own_shows(model_type: str, mistake: 
     assert row.line().endswith("| no |")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", slow_except(["llama4_text", "deepseek_v32"], "llama4_text"))
 def test_rejected_drafts_that_stay_show(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handing, "accept", lambda drafts, tokens: [*drafts, tokens[-1]])
@@ -130,6 +133,7 @@ def test_rejected_drafts_that_stay_show(model_type: str, monkeypatch: pytest.Mon
     assert any(fault.startswith("request") for fault in row.faults), row
 
 
+@pytest.mark.slow
 def test_what_never_happened_is_a_fault_where_the_route_offers_it() -> None:
     roomy = replace(EAGER, cache_tokens=None, max_step_tokens=64, prefill_buckets=(64,), prefix_caching=False)
     row = soak("llama4_text", select_device("cpu"), 3, config=roomy)
@@ -137,6 +141,7 @@ def test_what_never_happened_is_a_fault_where_the_route_offers_it() -> None:
     assert all(fault.startswith("never: ") for fault in row.faults)
 
 
+@pytest.mark.slow
 def test_blocks_that_stay_taken_are_a_fault() -> None:
     def keep_one(engine: Engine) -> None:
         cache_of(engine).pools[0].take(1)

@@ -126,6 +126,7 @@ RECURRENT = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("model_type", RECURRENT)
 def test_a_models_recurrent_layers_are_counted_in_both_phases(model_type: str) -> None:
     pytest.importorskip("transformers", reason="needs the extra 'hf'")

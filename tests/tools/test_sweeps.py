@@ -39,6 +39,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Import:
     return importlib.import_module
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_lost_is_a_result_and_the_next_type_runs(
     scripts: Import, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,6 +156,7 @@ def on_its_model(mistake: Mistake) -> Any:
     return pytest.param(mistake, id=mistake.name, marks=marks)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mistake", [on_its_model(mistake) for mistake in mistakes()])
 def test_verify_finds_the_mistake_and_names_the_pass(mistake: Mistake) -> None:
     report, found = verified(
@@ -176,6 +177,7 @@ def test_the_mistake_is_found_in_experts_without_a_gate() -> None:
     assert not found.passed and found.worst_ratio > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in BISECTED.items()])
 def test_bisect_finds_the_mistake_where_verify_does(name: str) -> None:
     mistake, model = next(each for each in mistakes() if each.name == name), MODELS.get(name, "llama")
@@ -192,6 +194,7 @@ def test_bisect_finds_the_mistake_where_verify_does(name: str) -> None:
     assert [fault.name for fault in outcome.faults] == [mistake.of]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dtype"),
     [

@@ -58,6 +58,7 @@ def wrong_at(site: str, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) ->
     return find
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("find", [find_rms, find_add_rms])
 def test_a_right_rewrite_passes(dtype: torch.dtype, find: Finder) -> None:
@@ -135,6 +136,7 @@ def test_a_lost_write_is_found_and_nothing_is_written_here() -> None:
     assert kept.passed and kept.num_values == 2 and KEPT[0].eq(0).all()
 
 
+@pytest.mark.slow
 def test_the_sample_judges_a_third_of_the_sites_and_the_first_inputs() -> None:
     found = judged(fusion(find_rms), Stack(4, size=64), X, level="sample")
     assert (found.num_inputs, found.num_sites) == (1, 3)

@@ -59,6 +59,7 @@ def no_workers() -> Iterator[None]:
     assert codegen._WORKERS._pool is None
 
 
+@pytest.mark.slow
 def test_a_job_that_was_pickled_writes_the_same_code(tmp_path: Path) -> None:
     graph, examples = fx.symbolic_trace(calls), [X, W, W[0]]
     declarations = DirectCalls(graph).declarations

@@ -94,6 +94,7 @@ def quantised(dtype: torch.dtype) -> nn.Module:
     return core.quantize(Blocks().to(dtype).eval().requires_grad_(False), "int8")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.no_grad()
 def test_layers_of_one_input_are_one_call_with_the_same_bits(dtype: torch.dtype) -> None:
@@ -142,6 +143,7 @@ def forget_bias(node: fx.Node) -> bool:
     return True
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("make", [exchange_scales, forget_bias])
 @torch.no_grad()
 def test_planted_mistakes_are_found(make: Any) -> None:

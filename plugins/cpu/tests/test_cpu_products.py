@@ -68,6 +68,7 @@ SPELLINGS = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", SPELLINGS)
 @torch.no_grad()
 def test_each_spelling_of_a_product_runs_on_the_kernel(name: str) -> None:
@@ -81,6 +82,7 @@ def test_each_spelling_of_a_product_runs_on_the_kernel(name: str) -> None:
         assert judge(found, model(x), exact).passed
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("product", "reason"),
     [

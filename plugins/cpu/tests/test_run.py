@@ -64,6 +64,7 @@ def test_compiled_graphs_are_right_at_the_first_start_and_loaded_at_the_next(
         assert document["program"]["counters"].items() >= counts.items() and document["program"]["notes"] == []
 
 
+@pytest.mark.slow
 def test_every_field_of_the_document_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     _, document = run_json(capsys, "--mode", "off")
     text = (Path(__file__).parents[3] / "docs" / "json.md").read_text(encoding="utf-8")
@@ -85,6 +86,7 @@ def test_the_table_shows_text_speed_and_check(capsys: pytest.CaptureFixture[str]
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_several_prompts_come_out_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--prompt", "Return a list of", "--prompt", "If the argument is"]
     assert main([*RUN, *arguments, "--mode", "off", "--no-check"]) == 0
@@ -114,6 +116,7 @@ def test_modes_are_chosen_by_phase_and_drafts_are_counted(capsys: pytest.Capture
     assert "the phases are" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_a_check_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     code, document = run_json(capsys, "--no-check", "--mode", "off")
     assert (code, document["check"]) == (0, None)
@@ -144,6 +147,7 @@ def test_an_unknown_pass_is_refused_before_the_model_is_loaded(capsys: pytest.Ca
     assert "choosing pass 'lift_rotry'" in err and "did you mean 'lift_rotary'?" in err
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_a_sampled_text(capsys: pytest.CaptureFixture[str]) -> None:
     sampled = ("--temperature", "1", "--seed", "7", "--no-check", "--mode", "off")
     first, again = (run_json(capsys, *sampled)[1]["completions"] for _ in range(2))
@@ -210,6 +214,7 @@ def test_a_model_folder_that_cannot_be_used_is_refused(
     refused(capsys, [*RUN, "--model", str(folder)], str(folder), *phrases)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("arguments", "phrases"),
     [

@@ -118,6 +118,7 @@ def test_no_tokens_have_a_scale(op: CanonicalOp, kernel_device: torch.device) ->
         assert codes.shape == (0, 64) and scale.item() == call["out_scale"].item()
 
 
+@pytest.mark.cases(5)
 @each_op
 @pytest.mark.parametrize(
     ("change", "word"),

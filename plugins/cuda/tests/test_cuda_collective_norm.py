@@ -111,6 +111,7 @@ with compile_only(90):
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_compiles_and_waits_and_fits() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "plugins/cuda"), str(ROOT)])}
     environment.pop("TRITON_INTERPRET", None)

@@ -16,6 +16,7 @@ from tests.support import cpu
 NAMES = ("sequence_parallel", "async_tensor_parallel")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("size", LEAST_BYTES)
 def test_sums_are_split_from_a_size_on_that_depends_on_the_number_of_gpus(size: int) -> None:
     passes, tokens = device_passes(cpu(passes=PASSES)), LEAST_BYTES[size] // (4 * SIZE)

@@ -89,6 +89,7 @@ def test_a_cast_of_the_storage_format_keeps_sizes_and_strides(applied: Any, mode
     assert run("npu::npu_format_cast.Tensor", half(4, 6)[:, :3], half(4, 3)).stride() == (6, 1)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("fake", NPU_FAKES, ids=lambda fake: fake.op)
 def test_declared_calls_fit_the_schema_and_the_fake(applied: Any, fake: FakeOp) -> None:
     overload = find_overload(fake.op)

@@ -41,6 +41,7 @@ def test_each_op_is_implemented_once_and_exists() -> None:
     assert {name.removeprefix("core::") for name in names} <= set(BY_NAME)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("implementation", ALONE, ids=lambda each: each.op)
 def test_each_implementation_takes_some_calls_and_refuses_others_with_a_reason(implementation: Any) -> None:
     op = BY_NAME[implementation.op.removeprefix("core::")]

@@ -243,6 +243,7 @@ def after_product(rows: Tensor, weights: Tensor) -> Tensor:
     return torch.bmm(rows.sin().permute(1, 0, 2), weights).transpose(0, 1) * 2
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("function", [absorbed, after_product], ids=lambda function: function.__name__)
 def test_a_product_between_transposed_batches_is_one_call(function: Callable[..., Any], dtype: torch.dtype) -> None:
@@ -264,6 +265,7 @@ def test_products_out_of_the_kernels_bounds_stay(heads: int, inner: int, columns
     assert found.matched == 0 and reason in found.reasons
 
 
+@pytest.mark.slow
 def test_many_heads_are_turned_before_the_kernel() -> None:
     # Turning rows itself, the kernel takes less than 65536 heads times features; turned rows it takes.
     given = cast({"rows": draw(2, 512, 128), "weights": draw(512, 128, 128, scale=0.1)}, F16)

@@ -98,6 +98,7 @@ TURNS = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("dynamic", "turn", "dtype"),
     slow_except(TURNS, *(case for case in TURNS if case[2] == (torch.bfloat16 if case[0] else torch.float16))),
@@ -144,6 +145,7 @@ REFUSED: dict[str, tuple[Form, str]] = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_kernel_does_not_do_stays(name: str) -> None:
     form, reason = REFUSED[name]
@@ -213,6 +215,7 @@ def head_inputs(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: found[name] for name in ("query", "key", *names)}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("both", [False, True], ids=["each", "both"])
 @pytest.mark.parametrize("mode", ["half", "interleave"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

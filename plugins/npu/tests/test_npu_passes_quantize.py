@@ -70,6 +70,7 @@ def without_sum(**given: Tensor) -> Tensor:
 MORE = {"smooth": draw(D, seed=5).abs() + 0.2, "beta": draw(D, seed=6)}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("function", [by_token, smoothed, biased, flattened, without_sum], ids=lambda f: f.__name__)
 def test_a_norm_and_its_codes_by_token_are_fused(function: Callable[..., Any], dtype: torch.dtype) -> None:
@@ -139,6 +140,7 @@ DYNAMIC_MISSES = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("function", DYNAMIC_MISSES, ids=lambda function: function.__name__)
 def test_what_the_kernel_by_token_does_not_do_stays(function: Callable[..., Any]) -> None:
     found = rewritten(function, DYNAMIC, **inputs(F16, **MORE))
@@ -195,6 +197,7 @@ STATIC_FORMS = [
 ]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("dtype", "zero_points", "divides", "bias"), STATIC_FORMS, ids=str)
 def test_a_norm_and_its_codes_by_given_scales_are_fused(
     dtype: torch.dtype, zero_points: bool, divides: bool, bias: bool
@@ -320,6 +323,7 @@ def gate(**given: Tensor) -> tuple[Tensor, ...]:
     return values(codes, scale[..., None]), codes, scale
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("smooth", [False, True], ids=["", "smooth"])
 def test_a_gate_and_its_codes_are_fused(dtype: torch.dtype, smooth: bool) -> None:

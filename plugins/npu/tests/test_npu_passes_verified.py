@@ -43,6 +43,7 @@ def verified(declared: Pass, *, dtype: torch.dtype = torch.bfloat16) -> list[Rew
     return found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("declared", JUDGED, ids=lambda declared: declared.name)
 def test_each_site_is_judged_and_passes(declared: Pass, dtype: torch.dtype) -> None:
@@ -50,6 +51,7 @@ def test_each_site_is_judged_and_passes(declared: Pass, dtype: torch.dtype) -> N
         assert [report.matched > 0 for report in made.passes if report.name == declared.name] == [True]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("declared", CODED, ids=lambda declared: declared.name)
 def test_codes_that_differ_by_a_rounding_pass_as_codes_alone(declared: Pass) -> None:
     with pytest.raises(PassError, match="elements differ"):
@@ -98,6 +100,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_found(name: str) -> None:
     wrong = Mistake(name="argument", of=name, what="another argument", make=MISTAKES[name])

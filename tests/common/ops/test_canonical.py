@@ -46,6 +46,7 @@ def test_only_attention_and_collectives_may_be_cut_at() -> None:
     assert {op.name for op in OPS if op.break_point} == cut
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("op", FUNCTIONAL, ids=lambda op: op.name)
 @HALF_AND_FULL
 def test_no_reference_reads_values_on_the_host(op: CanonicalOp, dtype: torch.dtype) -> None:
@@ -64,6 +65,7 @@ def test_torch_accepts_the_registration(op: CanonicalOp, name: str) -> None:
     torch.library.opcheck(op.overload, (), call, test_utils=checks)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("op", FUNCTIONAL, ids=lambda op: op.name)
 def test_torch_compiles_the_op(op: CanonicalOp) -> None:
     call = dict(next(every_sample(op)).kwargs)

@@ -65,6 +65,7 @@ def permuted(call: Mapping[str, Any], writes: Sequence[str], *, in_turn: bool) -
         yield {**call, **forms}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("op", [op for op in OPS if not op.is_collective], ids=lambda op: op.name)
 @pytest.mark.parametrize("in_turn", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["all", "in turn"])
 def test_references_keep_to_the_fake_where_the_device_does_not(op: CanonicalOp, in_turn: bool) -> None:

@@ -30,6 +30,7 @@ MODELS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "dtype"), slow_except(product(MODELS, DTYPES), ("llama", F32), ("gemma3_text", BF16)), ids=str
 )

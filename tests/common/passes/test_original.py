@@ -61,6 +61,7 @@ def counted() -> Iterator[tuple[OpImplementation, list[int]]]:
     yield OpImplementation(op="core::rms_norm", name="counting", fn=fn), calls
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dynamic", [None, {"x": (0,), "y": (0,)}], ids=["static", "dynamic"])
 def test_without_an_implementation_the_graph_is_what_it_was(dtype: torch.dtype, dynamic: object) -> None:

@@ -187,6 +187,7 @@ def inductor_rms(dtype: torch.dtype, **fields: Any) -> Pass:
     return Pass(name="inductor_rms", mechanism="inductor", stage="aten", patterns=(pattern,), owner="acme")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "num_layers"), slow_except([(torch.bfloat16, 32), (torch.float32, 2)], (torch.float32, 2))
 )
@@ -207,12 +208,14 @@ def test_inductor_patterns_match_nothing_on_a_dynamo_graph() -> None:
     assert apply_pass(inductor_rms(torch.float32), PassContext(module=module)).matched == 0
 
 
+@pytest.mark.slow
 def test_inductor_scalars_are_read() -> None:
     module = to_aten(Eps().bfloat16(), X.bfloat16())
     assert run(module, inductor_rms(torch.bfloat16)).matched == 4
     assert [node.args[2] for node in calls(module, RMS)] == [1e-5, 1e-6, 3e-4, 1e-5]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     Version(torch.__version__) < Version("2.13.dev0"),
     reason="older matchers hide the scalars from a check",

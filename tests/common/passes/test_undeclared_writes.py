@@ -114,6 +114,7 @@ def written_result(x: Tensor) -> tuple[Tensor, ...]:
 FUNCTIONS = (copied, repeated, cloned, masked, written_result)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("stage", ["traced", "aten", "functional"])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: getattr(each, "__name__", ""))
 def test_a_rewritten_graph_gives_what_eager_gives(function: Callable[..., Any], stage: str) -> None:

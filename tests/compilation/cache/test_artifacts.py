@@ -65,6 +65,7 @@ def kept(cache_folder: Path) -> list[Path]:
     return sorted((cache_folder / "kernels" / "lowered").glob("*"))
 
 
+@pytest.mark.slow
 def test_a_second_start_loads_what_the_first_one_made(cache_folder: Path) -> None:
     cold, warm = Compiler(), Compiler()
     begin(cold)
@@ -78,6 +79,7 @@ def test_a_second_start_loads_what_the_first_one_made(cache_folder: Path) -> Non
     assert kept(cache_folder) == []
 
 
+@pytest.mark.slow
 def test_other_weights_find_it_and_give_their_own_numbers() -> None:
     begin(Compiler())
     other, warm = Model().eval(), Compiler()
@@ -115,6 +117,7 @@ OTHERS: dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("which", OTHERS)
 def test_what_is_compiled_otherwise_is_not_taken(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(Compiler())
@@ -143,6 +146,7 @@ def _exchange(path: Path) -> None:
         shutil.copy(other / name, path / name)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("damage", [_overwrite, _truncate, _take_away, _exchange])
 def test_a_damaged_one_is_told_and_made_anew(
     damage: Callable[[Path], None], cache_folder: Path, caplog: pytest.LogCaptureFixture
@@ -159,6 +163,7 @@ def test_a_damaged_one_is_told_and_made_anew(
     assert len(kept(cache_folder)) == 2
 
 
+@pytest.mark.slow
 def test_one_that_can_not_be_loaded_is_made_anew(caplog: pytest.LogCaptureFixture) -> None:
     begin(Compiler())
     warm = Compiler(fails="load")
@@ -166,6 +171,7 @@ def test_one_that_can_not_be_loaded_is_made_anew(caplog: pytest.LogCaptureFixtur
     assert len(warm.made) == 1 and "it can't be loaded: RuntimeError: not a shared object" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_needs_something_that_is_missing_here_stays_and_is_not_made_anew(cache_folder: Path) -> None:
     begin(Compiler())
     before, later = kept(cache_folder), Compiler(fails="unavailable")
@@ -174,12 +180,14 @@ def test_what_needs_something_that_is_missing_here_stays_and_is_not_made_anew(ca
     assert later.made == [] and kept(cache_folder) == before
 
 
+@pytest.mark.slow
 def test_what_could_not_be_made_is_not_kept(cache_folder: Path) -> None:
     with refused(LoweringError, "no compiler"):
         begin(Compiler(fails="make"))
     assert kept(cache_folder) == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("level", ["", "kernels", "kernels/lowered", "each", "file"])
 def test_code_is_not_loaded_from_where_others_may_write(
     level: str, cache_folder: Path, caplog: pytest.LogCaptureFixture
@@ -195,6 +203,7 @@ def test_code_is_not_loaded_from_where_others_may_write(
     torch.testing.assert_close(program(x=X)["y"], Model().eval()(X)["y"])
 
 
+@pytest.mark.slow
 def test_files_are_their_users_alone(cache_folder: Path) -> None:
     begin(Compiler(), buckets=[4])
     (path,) = kept(cache_folder)
@@ -202,6 +211,7 @@ def test_files_are_their_users_alone(cache_folder: Path) -> None:
     assert {each.stat().st_mode & 0o777 for each in (path, path.parent, path.parent.parent)} == {0o700}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", ["option", "variable", "verify"])
 def test_nothing_is_read_or_kept_where_the_cache_is_off(
     way: str, cache_folder: Path, monkeypatch: pytest.MonkeyPatch

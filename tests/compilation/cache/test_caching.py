@@ -45,6 +45,7 @@ from tests.support import refused
 pytestmark = pytest.mark.usefixtures("cache_folder")
 
 
+@pytest.mark.slow
 def test_a_second_start_runs_no_trace_and_no_pass() -> None:
     cold, warm = start(), start()
     assert cache_of(cold).state == "miss" and counts(cold)["traces"] == 1 and counts(cold)["passes"] > 5
@@ -56,6 +57,7 @@ def test_a_second_start_runs_no_trace_and_no_pass() -> None:
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
+@pytest.mark.slow
 def test_the_report_still_tells_what_passes_did() -> None:
     cold, warm = start().report(), start().report()
     assert [trace.cached for trace in warm.traces] == [True]
@@ -70,6 +72,7 @@ def test_the_report_still_tells_what_passes_did() -> None:
     assert document["counters"] == {**NONE, "captures": 2} and document["cache"]["state"] == "hit"
 
 
+@pytest.mark.slow
 def test_weights_of_a_warm_start_are_its_own() -> None:
     start()
     other = Model().eval()
@@ -92,6 +95,7 @@ def test_weights_of_a_warm_start_are_its_own() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_graph_in_pieces_is_cut_at_the_same_places() -> None:
     options = core.CompileOptions(mode="piecewise", cache=True, break_at=("torch.nn.functional.silu",))
     cold, warm = (core.compile(Model().eval(), acme(), inputs=ROWS, buckets=[4], options=options) for _ in range(2))
@@ -122,6 +126,7 @@ def test_off_reads_and_writes_nothing(cache_folder: Path, monkeypatch: pytest.Mo
     assert not cache_folder.exists()
 
 
+@pytest.mark.slow
 def test_a_content_that_a_pass_has_read_is_a_factor() -> None:
     """A pass that folds a weight's value into the graph serves equal weights only."""
 
@@ -156,6 +161,7 @@ def test_a_content_that_a_pass_has_read_is_a_factor() -> None:
     assert_miss(cache_of(other), "content(main.by)")
 
 
+@pytest.mark.slow
 def test_the_codes_that_a_pass_may_move_are_still_told() -> None:
     def run(context: PassContext) -> PassResult:
         return PassResult(matched=0)
@@ -168,6 +174,7 @@ def test_the_codes_that_a_pass_may_move_are_still_told() -> None:
         assert report.codes == ("acme::quantize",)
 
 
+@pytest.mark.slow
 def test_what_can_not_be_written_down_is_not_cached(cache_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     def computed(context: PassContext) -> PassResult:
         assert context.constants is not None
@@ -208,6 +215,7 @@ def test_a_model_that_reads_what_can_not_be_compared_costs_only_the_cache() -> N
     assert torch.equal(program(x=X), X)
 
 
+@pytest.mark.slow
 def test_hooks_count_by_their_order_and_not_by_their_number() -> None:
     def hooked(*kwargs: bool) -> Model:
         model = Model().eval()
@@ -222,6 +230,7 @@ def test_hooks_count_by_their_order_and_not_by_their_number() -> None:
     assert look(hooked(True), buckets=[4]).state == "miss"
 
 
+@pytest.mark.slow
 def test_what_changes_between_trace_and_entry_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as by a run of the model that captures another phase without a trace."""
     model, write = Model().eval(), ProgramCache.save
@@ -234,6 +243,7 @@ def test_what_changes_between_trace_and_entry_is_not_kept(monkeypatch: pytest.Mo
     assert "main.blocks.0.shift was 1.5 when it was traced, and is 9.0 now" in cache_of(start(model)).reason
 
 
+@pytest.mark.slow
 def test_what_a_model_imports_when_it_runs_is_not_taken_unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that the trace has loaded first holds values that no factor tells."""
     (tmp_path / "module_of_this_test.py").write_text("SCALE = 2.0\n")
@@ -256,6 +266,7 @@ def test_what_a_model_imports_when_it_runs_is_not_taken_unseen(tmp_path: Path, m
     monkeypatch.delitem(sys.modules, "module_of_this_test")
 
 
+@pytest.mark.slow
 def test_an_implementation_of_an_op_is_a_factor_and_kept() -> None:
     def act(gate: Tensor, up: Tensor, **_: Any) -> Tensor:
         return F.silu(gate) * up
@@ -328,6 +339,7 @@ def rewrite(entry: Path, graphs: dict[str, Any]) -> None:
     store.write(key, factors, reads, graphs)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "damage", [damage_factors, damage_graphs, truncate, half_written, emptied, foreign, nonsense, no_graphs]
 )
@@ -340,6 +352,7 @@ def test_an_entry_that_is_not_as_written_is_made_anew(
     assert report.state == "miss" and report.reason and "is not used and made anew" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_entry_is_made_anew_once(made_cache: Path) -> None:
     (entry,) = Store(made_cache).entries()
     truncate(entry.path)

@@ -113,11 +113,13 @@ def check(seed: int, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert Store(cache).entries() == []
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_damaged_entry_is_made_anew(seed: int, made_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check(seed, made_cache, capsys)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("seed", slow_except(range(10), *range(5)))
 def test_an_entry_that_is_valid_and_senseless_is_no_internal_error(
     seed: int, made_cache: Path, capsys: pytest.CaptureFixture[str]

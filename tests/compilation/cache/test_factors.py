@@ -105,6 +105,7 @@ CHANGES: dict[Callable[[Model], None], str] = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.usefixtures("made_cache")
 def test_whatever_the_model_reads_makes_a_miss(
@@ -125,6 +126,7 @@ def test_whatever_the_model_reads_makes_a_miss(
     assert re.search(r"\d factors? differs?:", caplog.text) and len(report.differences) <= 25
 
 
+@pytest.mark.cases(2)
 @pytest.mark.usefixtures("made_cache")
 @pytest.mark.parametrize("change", [change_forward_of_one, change_hook, change_tie])
 def test_a_changed_model_computes_what_it_does(change: Callable[[Model], None]) -> None:
@@ -146,6 +148,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.usefixtures("made_cache")
 def test_each_setting_is_a_factor(name: str) -> None:
@@ -162,6 +165,7 @@ def test_another_device_is_a_miss_that_names_no_entry() -> None:
     assert (report.state, report.reason) == ("miss", "no entry of this model on this device yet")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("made_cache")
 def test_torchs_own_state_and_versions_are_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_float32_matmul_precision()
@@ -208,6 +212,7 @@ def test_a_miss_names_the_other_checkout_and_its_files(monkeypatch: pytest.Monke
     assert look().reason.endswith(said) and look().reason.startswith("1 factor differs from ")
 
 
+@pytest.mark.slow
 def test_an_edited_forward_misses(tmp_path: Path) -> None:
     code = "from torch import nn\nclass Edited(nn.Module):\n    def forward(self, x):\n        return x * {}\n"
 
@@ -224,6 +229,7 @@ def test_an_edited_forward_misses(tmp_path: Path) -> None:
     assert torch.equal(program(x=X), X * 3)
 
 
+@pytest.mark.slow
 def test_what_a_function_closes_over_is_a_factor() -> None:
     def scaled_by(number: float) -> Callable[[Tensor], Tensor]:
         return lambda x: x * number
@@ -293,6 +299,7 @@ def test_tools_that_are_installed_later_change_no_factor(monkeypatch: pytest.Mon
     assert "server" not in version_factors("core")
 
 
+@pytest.mark.slow
 def test_whether_a_program_runs_before_it_is_compiled_is_no_factor() -> None:
     start()
     assert look(background=True).state == "hit"

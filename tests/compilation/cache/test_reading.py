@@ -74,6 +74,7 @@ def test_all_that_was_read_has_a_text(was: dict[str, str]) -> None:
     assert [name for name, text in was.items() if text == ABSENT] == ["environment('CORE_TEST_ABSENT')"]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.usefixtures("_as_before")
 def test_what_a_trace_reads_and_what_has_changed(

@@ -347,6 +347,7 @@ for _ in range(20):
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("second", ["keeps", "discards", "clears"])
 def test_two_processes_may_write_at_once(tmp_path: Path, second: str) -> None:
     """The one that also removes makes the other see entries vanish; a read then finds none, never a half of one."""

@@ -144,6 +144,7 @@ def test_modules_that_can_not_be_captured_are_found() -> None:
     assert f"note: {note}" in str(program.report()) and untouched(model)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("mode", ["full", "piecewise"])
 def test_a_named_mode_is_never_changed(mode: Mode) -> None:
     model, level = Model().eval(), graph_bytes()
@@ -152,6 +153,7 @@ def test_a_named_mode_is_never_changed(mode: Mode) -> None:
     assert graph_bytes() == level and untouched(model)
 
 
+@pytest.mark.slow
 def test_a_model_that_traces_but_can_not_be_captured_goes_on_in_segments() -> None:
     model = Model().eval()
     program = compiled(model, None)
@@ -190,11 +192,13 @@ def test_strict_refuses_what_can_not_be_traced(mode: Mode | None) -> None:
         compiled(Untraceable(), mode, strict=mode is None)
 
 
+@pytest.mark.slow
 def test_strict_refuses_what_can_not_be_captured() -> None:
     with pytest.raises(CaptureError):
         compiled(Model().eval(), None, strict=True)
 
 
+@pytest.mark.slow
 def test_only_the_phase_that_needs_it_is_changed() -> None:
     program = compiled({"good": lambda x: x * 3, "bad": Model().eval()}, None, buckets={"good": [4, 16], "bad": [4, 8]})
     assert program.report().modes == {"good": "full", "bad": "segmented"}

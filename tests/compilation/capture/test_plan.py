@@ -123,6 +123,7 @@ def squares(count: int) -> Tensor:
     return torch.arange(count) ** 2
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("seqs", [1, 2, 3, 4, 5])
 def test_a_size_that_is_the_dimension_below_a_declared_sum_is_cut(seqs: int) -> None:
     """A single sequence too: that `s0 - 1` is not 1 is a condition of the trace, but not one on the model's way."""

@@ -145,6 +145,7 @@ class Kept(Compiler):
         return (folder / "graph.so").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_at_a_time", "cache_folder")
 def test_equal_graphs_that_are_begun_together_are_made_once() -> None:
     compiler = Kept()

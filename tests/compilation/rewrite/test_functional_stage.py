@@ -98,6 +98,7 @@ def outcomes(program: Program, model: nn.Module) -> list[Tensor]:
     return [*found, *(buffer.clone() for buffer in model.buffers())]
 
 
+@pytest.mark.cases(1)
 @both
 def test_passes_see_a_functional_graph_and_the_program_writes_in_place(form: Form) -> None:
     seen: list[Any] = []
@@ -261,6 +262,7 @@ def test_the_pass_runs_inside_inductor(form: Form) -> None:
     assert any(target in FUNCTIONALIZED for target in seen[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "route"), [pytest.param("llama", "paged", marks=pytest.mark.slow), ("bloom", "static")]
 )

@@ -136,6 +136,7 @@ def wrong_eps(graph: fx.GraphModule) -> list[str]:
     return [node.name for node in found]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("level", ["sample", "full"])
 def test_verification_finds_a_wrong_pass_and_the_model_runs_without_it(level: Any) -> None:
     device = {"passes": (rewrite(wrong_eps),)}
@@ -237,6 +238,7 @@ class Recorded(CallBackend):
         return kept
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("backend", [CallBackend, Recorded])
 def test_weights_are_left_where_they_are_if_another_program_reads_them(backend: type[CallBackend]) -> None:
     module = Projections().eval()

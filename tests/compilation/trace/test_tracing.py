@@ -67,6 +67,7 @@ STRUCTURES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_the_output_structure_is_the_models_own(name: str) -> None:
     model = STRUCTURES[name]
@@ -81,6 +82,7 @@ def test_an_input_returned_is_the_callers_own() -> None:
     assert run(traced(lambda x: (x, x + 1)), x=x)[0] is x
 
 
+@pytest.mark.slow
 def test_a_transformers_model_and_its_output_class() -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'")
     config = transformers.LlamaConfig(
@@ -173,6 +175,7 @@ def alias(x: Tensor) -> Tensor:
     return flat + 1
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("model", "serves_one"),
     [
@@ -362,6 +365,7 @@ def constant() -> int:
     return 3
 
 
+@pytest.mark.slow
 def test_one_model_can_be_traced_many_times() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 

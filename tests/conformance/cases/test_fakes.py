@@ -158,6 +158,7 @@ def rows(device: torch.device) -> Iterator[Sample]:
     yield Sample(name="rows", kwargs={"x": x, "weight": weight, "eps": 1e-5})
 
 
+@pytest.mark.slow
 def test_canonical_ops_pass() -> None:
     device = acme()
     own = {f"fakes/{each.op.removeprefix('core::')}/{each.name}" for each in device.ops}
@@ -179,6 +180,7 @@ def test_a_custom_op_that_an_implementation_calls_is_found_and_checked() -> None
     } <= checked
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -200,6 +202,7 @@ def test_a_fake_that_does_not_fit_is_rejected(name: str, reason: str) -> None:
     assert foreign.failures and all("\n" not in each for each in foreign.failures)
 
 
+@pytest.mark.slow
 def test_an_implementation_that_can_not_be_traced_is_rejected() -> None:
     def fn(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> Tensor:
         return RMS_NORM.reference(x, weight, eps + 0 * float(x.nansum()), **options)

@@ -32,15 +32,11 @@ import dataclasses
 from core.common.conformance import ConformanceProfile
 from core.common.graphs.backend import CallBackend
 from core.common.ops.implementation import OpImplementation
-
 COUNT = 1
-
 def refuse(context):
     raise DeviceUnavailableError(f"device {context.index}", found=f"{COUNT} device(s)", remedy="choose a smaller index")
-
 def made(parts):
     return parts
-
 @hookimpl
 def core_open_device(context):
     if context.index >= COUNT:
@@ -109,6 +105,7 @@ def run(case: str | Case, name: str = "acme") -> Trial:
     return trial
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("here")
 def test_an_honest_plugin_passes(install_vendor: InstallVendor, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -291,6 +288,7 @@ def core_conformance():
 """
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     ("name", "lie", "found"), [(name, lie, found) for name, lies in LIES.items() for lie, found in lies]
 )
@@ -306,6 +304,7 @@ def test_a_lie_is_found(install_vendor: InstallVendor, name: str, lie: Any, foun
     assert any(found in failure for failure in failures), failures
 
 
+@pytest.mark.slow
 def test_a_missing_device_is_no_failure(install_vendor: InstallVendor) -> None:
     install_vendor(plugin=OPENS.replace("COUNT = 1", "COUNT = 0"), probe=ABSENT)
     for name in sorted(CASES.keys() - {"metadata", "import", "probe"}):
@@ -375,6 +374,7 @@ def test_memory_of_a_devices_own_is_counted(install_vendor: InstallVendor, mista
     assert not found or any(found in failure for failure in trial.failures), trial.failures
 
 
+@pytest.mark.slow
 def test_a_device_that_is_promised_and_does_not_open_is_a_failure(install_vendor: InstallVendor) -> None:
     install_vendor(plugin=OPENS.replace("COUNT = 1", "COUNT = 0"), probe=ONE)
     for name in ("open", "hooks", "collect", "memory"):

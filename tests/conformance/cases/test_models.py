@@ -189,6 +189,7 @@ class Keeping(RecordingBackend):
         super().cleanup()
 
 
+@pytest.mark.slow
 def test_a_backend_that_runs_the_python_again_is_told_from_one_that_replays() -> None:
     (reason,) = failures(acme(graph_backend=Eager), "falcon", "graphs")["graphs"]
     assert "ran the Python that was captured instead of a graph" in reason and "decode[" in reason
@@ -214,6 +215,7 @@ def test_noise_is_rejected_where_the_device_promises_equal_bits_and_judged_where
     assert failures(declared, "falcon", "graphs", "determinism") == {"graphs": [], "determinism": []}
 
 
+@pytest.mark.slow
 def test_memory_that_stays_taken_is_found() -> None:
     try:
         reasons = failures(acme(graph_backend=Keeping), "falcon", "release")["release"]
@@ -256,6 +258,7 @@ def test_only_a_model_of_others_may_run_in_another_mode_and_only_with_a_reason(
     assert bool(trial.failures) == wrong
 
 
+@pytest.mark.slow
 def test_passes_that_do_not_fire_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     owed = next(subject for subject in models.SUBJECTS if subject.name == "falcon")
     more = replace(owed, lifts=(*owed.lifts, "lift_rms_norm", "a_pass_of_theirs"))

@@ -84,6 +84,7 @@ def run(make: Any) -> list[str]:
     return trial.failures
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "make", [Honest, cpu().parts.sleeping_memory, acme().parts.sleeping_memory], ids=["honest", "cpu", "acme"]
 )
@@ -91,6 +92,7 @@ def test_honest_memory_passes(make: Any) -> None:
     assert run(make) == []
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("make", "found"),
     [

@@ -158,6 +158,7 @@ def two_rows(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> Te
     return rms_norm(x, weight, eps, **options)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("op", "fn"),
     [
@@ -201,6 +202,7 @@ def test_a_mistake_is_told_by_the_smallest_call(op: str, fn: Callable[..., Any],
     assert re.match(rf"{op}\({smallest}", failure), failure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [(0,), pytest.param((1, 2, 3), marks=pytest.mark.slow)], ids=str)
 def test_honest_implementations_pass(seeds: Sequence[int]) -> None:
     for number, (name, (op, fn)) in enumerate(LEGITIMATE.items()):
@@ -358,6 +360,7 @@ def test_a_graph_that_is_wrong_about_its_bucket_is_found(backend: type[Armed], m
     assert len(sizes) <= 3, trial.failures[0]
 
 
+@pytest.mark.slow
 def test_honest_graphs_pass() -> None:
     for mode in ("full", "piecewise", "segmented"):
         trial = trial_of(acme(), f"calls/{mode}", fuzz=15, seed=3)

@@ -51,6 +51,7 @@ def norm(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> Tensor
     return out
 
 
+@pytest.mark.cases(1)
 @DTYPES
 @pytest.mark.parametrize("codes", [quantize, quantize_by_reciprocal])
 def test_other_orders_of_rounding_pass(codes: Callable[..., Codes], dtype: torch.dtype) -> None:
@@ -84,6 +85,7 @@ WRONG: dict[str, tuple[Callable[..., Codes], str]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     # A mistake is told by one dtype; the slow ones tell that the other hides none.
     "dtype",
@@ -95,6 +97,7 @@ def test_a_planted_mistake_fails_for_its_own_reason(mistake: str, dtype: torch.d
     assert any(reason in failure for failure in judged("rms_norm_quantize", fn, dtype).failures)
 
 
+@pytest.mark.slow
 def test_further_results_are_judged_too() -> None:
     def sum_of_another(x: Tensor, residual: Tensor, *args: Any, **options: Any) -> Codes:
         codes, scale, total = ADD_RMS_NORM_QUANTIZE.reference(x, residual, *args, **options)
@@ -126,6 +129,7 @@ def test_next_to_zero_codes_may_be_as_far_off_as_values(by: float, passes: bool)
     assert bool(far) is not passes, trial.failures
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("by", "passes"), [(0.5, True), (0.9, True), (4.0, False)])
 def test_codes_may_move_as_far_and_as_often_as_errors_that_t1_passes_move_them(by: float, passes: bool) -> None:
     """Errors of one size at all values, as of a sum of rounded products, move codes of small values most often."""

@@ -38,6 +38,7 @@ def without_signs(x: Tensor, scale: Tensor | None) -> Result:
     return codes & 0x77, *scales
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("fn", "reason"),

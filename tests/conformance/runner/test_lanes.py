@@ -93,6 +93,7 @@ def test_a_process_with_a_broken_device_is_replaced(tmp_path: Path) -> None:
     assert broken.notes[0] != after.notes[0] and len(after.notes) == 2
 
 
+@pytest.mark.slow
 def test_an_end_between_two_cases_is_told_with_the_later_one() -> None:
     # Nobody can tell which of the cases is to blame.
     with closing(ProcessLane(WorkerOptions(device="pass"))) as lane:
@@ -129,6 +130,7 @@ def test_level_0_is_left_where_opening_takes_the_process_down(opening: str, prob
         assert lane.run(info(opens=False)).status == "pass", "level 0 opens nothing, in a new process too"
 
 
+@pytest.mark.slow
 def test_a_device_that_hangs_when_it_is_opened_is_opened_once(tmp_path: Path) -> None:
     options = WorkerOptions(device="opened()\ntime.sleep(60)", timeout_factor=0.02)
     opening = Opening()
@@ -145,6 +147,7 @@ def test_a_device_that_hangs_when_it_is_opened_is_opened_once(tmp_path: Path) ->
     assert len((tmp_path / "light_worker.opened").read_text()) == 1
 
 
+@pytest.mark.slow
 def test_a_device_that_hangs_when_it_is_opened_again_ends_the_run_of_its_lane(tmp_path: Path) -> None:
     # Looked at when a process is needed: a lane whose process lives goes on.
     options = WorkerOptions(device="opened()\nstarts and time.sleep(60)", timeout_factor=0.02)
@@ -156,6 +159,7 @@ def test_a_device_that_hangs_when_it_is_opened_again_ends_the_run_of_its_lane(tm
     assert len((tmp_path / "light_worker.opened").read_text()) == 2
 
 
+@pytest.mark.slow
 def test_a_device_that_does_not_open_again_costs_no_time_for_each_case(tmp_path: Path) -> None:
     with closing(ProcessLane(WorkerOptions(device="starts and os.abort()"))) as lane:
         assert lane.collect().error is None

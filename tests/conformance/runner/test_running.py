@@ -300,6 +300,7 @@ DOES_NOT_OPEN = (
 )
 
 
+@pytest.mark.slow
 def test_level_0_runs_on_a_device_that_does_not_open(install_vendor: InstallVendor, everything: SuiteModules) -> None:
     install_vendor(plugin=DOES_NOT_OPEN)
     report = run(Options(device="acme", in_process=True, suite=everything))

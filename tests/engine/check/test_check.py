@@ -97,6 +97,7 @@ def planted(weight: Tensor, change: Callable[[Tensor], object]) -> Iterator[None
         weight.copy_(before)
 
 
+@pytest.mark.slow
 def test_an_unchanged_copy_passes(engine: Engine) -> None:
     assert against(engine).passed
 
@@ -107,6 +108,7 @@ def fails(result: Comparison) -> bool:
     return not result.passed and "error over bound" in result.verdict.reason
 
 
+@pytest.mark.slow
 def test_a_planted_fault_fails_the_criterion(engine: Engine) -> None:
     with planted(engine.loaded.model.model.layers[1].mlp.down_proj.weight, lambda weight: weight[3, 5].add_(0.001)):
         assert fails(against(engine))
@@ -129,6 +131,7 @@ def test_a_planted_fault_of_a_constant_fails_the_criterion(change: Any) -> None:
         assert fails(against(faulty))
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_named_with_its_margin(engine: Engine) -> None:
     with planted(engine.loaded.model.lm_head.weight, lambda head: head.copy_(head.roll(1, 0))):
         result = against(engine)
@@ -171,6 +174,7 @@ def test_the_attention_of_the_engine_is_there_again_after_a_check(engine: Engine
 
 
 # Cache objects, recurrent state, tensors of its own, and no cache at all.
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("model_type", ["llama", "mamba", "rwkv", "openai-gpt", "camembert"])
 def test_eager_generation_is_the_models_own_forward(model_type: str) -> None:
     loaded = tiny(model_type)
@@ -184,6 +188,7 @@ def test_eager_generation_is_the_models_own_forward(model_type: str) -> None:
     assert logits[0].argmax(-1).tolist() == tokens[0]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("model_type", ["xlm", "xlnet"])
 def test_eager_generation_is_transformers_own_where_it_adds_a_token(model_type: str) -> None:
     model, prompts = tiny(model_type).model, [PROMPTS[0], PROMPTS[0][:3]]

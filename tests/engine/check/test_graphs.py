@@ -75,6 +75,7 @@ def test_the_engines_graphs_are_those_of_the_paged_cache_where_there_is_one(llam
         assert decode.cache == "static: asked for; up to 8 sequences at once"
 
 
+@pytest.mark.slow
 def test_graphs_that_are_looked_at_alone_say_nothing_of_how_prompts_run() -> None:
     model = build_model(tiny_config("lfm2"), torch_device=torch.device("cpu"), dtype=torch.float32)
     with engine_graphs(model, select_device("cpu"), phases=("decode",)) as (decode,):
@@ -82,6 +83,7 @@ def test_graphs_that_are_looked_at_alone_say_nothing_of_how_prompts_run() -> Non
         assert "eagerly" not in decode.cache
 
 
+@pytest.mark.slow
 def test_a_model_that_can_not_be_paged_has_static_graphs_with_the_reason() -> None:
     model = build_model(tiny_config("codegen"), torch_device=torch.device("cpu"), dtype=torch.float32)
     with engine_graphs(model, select_device("cpu"), phases=("decode",)) as (decode,):
@@ -92,6 +94,7 @@ def test_a_model_that_can_not_be_paged_has_static_graphs_with_the_reason() -> No
         pass
 
 
+@pytest.mark.slow
 def test_a_model_without_a_cache_has_one_graph_of_whole_sequences() -> None:
     model = build_model(tiny_config("gpt_neo"), torch_device=torch.device("cpu"), dtype=torch.float32)
     with engine_graphs(model, select_device("cpu")) as (decode,):
@@ -115,6 +118,7 @@ def test_a_model_without_a_cache_that_runs_eagerly_has_no_graph() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_model_with_recurrent_states_has_paged_graphs() -> None:
     model = build_model(tiny_config("lfm2"), torch_device=torch.device("cpu"), dtype=torch.float32)
     with engine_graphs(model, select_device("cpu")) as graphs:
@@ -124,6 +128,7 @@ def test_a_model_with_recurrent_states_has_paged_graphs() -> None:
     assert "keep_token_states" in targets["prefill"]
 
 
+@pytest.mark.slow
 def test_a_model_that_drops_states_of_prompts_has_paged_graphs_of_both_phases() -> None:
     model = build_model(tiny_config("mamba"), torch_device=torch.device("cpu"), dtype=torch.float32)
     with engine_graphs(model, select_device("cpu"), cache="paged") as graphs:

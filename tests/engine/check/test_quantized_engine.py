@@ -123,6 +123,7 @@ DIVERGENCE = {"fp8": 0.02, "int8": 0.007, "int8-asymmetric": 0.004, "int8-static
 FIRST, *OTHERS = DIVERGENCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_greedy_tokens_of_the_trained_model_follow_bf16(scheme: str) -> None:
     """T3: a token may differ only where the exact margin is below what quantising changes there."""
@@ -174,6 +175,7 @@ def test_a_preset_is_quantised_where_it_is_made() -> None:
     assert asked_quantize({}) is None
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_checkpoint_and_quantises_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,6 +198,7 @@ def test_the_command_runs_a_checkpoint_and_quantises_a_model(
     assert "the schemes are fp8" in json.loads(capsys.readouterr().out)["error"]["found"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("scheme", ["int8", "w4a16-g16"])
 def test_the_floor_of_a_bench_counts_codes_and_scales(scheme: str) -> None:
     plain, _ = open_model(None, "tiny-moe", cpu(), "auto")

@@ -100,6 +100,7 @@ def is_warm(cold: ProgramReport, expected: list[Tensor], again: LoadedModel) -> 
     assert all(each.cached for each in warm.traces)
 
 
+@pytest.mark.slow
 def test_what_the_model_is_and_what_the_engine_is_asked_for_are_factors(after_cold: Cold) -> None:
     report, _ = start(tiny("llama", rms_norm_eps=1e-3), sizes={"decode_buckets": (1,), "max_num_seqs": 1})
     assert report.cache.state == "miss"

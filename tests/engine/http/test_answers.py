@@ -79,6 +79,7 @@ def test_a_stream_gives_the_same_tokens_one_by_one_with_usage(served: Served, ex
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+@pytest.mark.slow
 def test_several_prompts_give_a_choice_each_in_their_order(served: Served, expected: dict[str, Completion]) -> None:
     ids = list(expected[TEXTS[2]].prompt_token_ids)
     answer = served.openai.completions.create(prompt=TEXTS, max_tokens=12, **GREEDY)
@@ -88,6 +89,7 @@ def test_several_prompts_give_a_choice_each_in_their_order(served: Served, expec
     assert [choice.text for choice in by_ids.choices] == [expected[TEXTS[2]].text] * 2
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", ["completion", "chat"])
 def test_usage_counts_the_prompt_tokens_that_the_cache_held(served: Served, kind: str, stream: bool) -> None:
@@ -150,6 +152,7 @@ def test_a_chat_goes_through_the_template(served: Served, answered: Completion, 
     assert chunks[0].id.startswith("chatcmpl-")
 
 
+@pytest.mark.slow
 def test_a_chat_goes_on_to_the_end_of_the_context_unless_told(served: Served, answered: Completion) -> None:
     extra = {"ignore_eos": True}
     made = served.openai.chat.completions.create(model="tiny", messages=CHAT, temperature=0, extra_body=extra)
@@ -261,6 +264,7 @@ def test_a_request_keeps_its_id(given: list[str], kept: str, served: Served) -> 
     assert told == kept if kept else (len(told) == 32 and told not in given)
 
 
+@pytest.mark.slow
 def test_metrics_count_what_was_done(served: Served) -> None:
     names = ("core_generated_tokens_total", 'core_sequences_total{outcome="length"}', "core_prompt_tokens_total")
     counts = ("core_time_to_first_token_seconds_count", "core_time_between_tokens_seconds_count")

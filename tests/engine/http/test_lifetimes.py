@@ -18,6 +18,7 @@ def idle(served: Served) -> bool:
     return served.metric("core_sequences_running") + served.metric("core_cache_blocks_used") == 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_client_that_leaves_a_stream_frees_its_sequences(served: Served, n: int) -> None:
     aborted, tokens = 'core_sequences_total{outcome="abort"}', "core_generated_tokens_total"
@@ -42,6 +43,7 @@ def test_a_client_that_leaves_before_its_answer_does_too(served: Served, brake: 
     assert idle(served) and served.server.service.admission.active == 0
 
 
+@pytest.mark.slow
 def test_a_reader_that_pauses_gets_everything_and_holds_nobody_up(engine: Engine) -> None:
     wanted = offline(engine, TEXTS[0], 150, ignore_eos=True)
     with serving(engine) as served:
@@ -53,6 +55,7 @@ def test_a_reader_that_pauses_gets_everything_and_holds_nobody_up(engine: Engine
         assert "".join(each["choices"][0]["text"] for each in events(slow)[:-1]) == wanted.text
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_once_is_taken_again(engine: Engine, brake: Brake) -> None:
     wanted = offline(engine, TEXTS[0], 20, ignore_eos=True)
     failing = iter([False, False, True])
@@ -67,6 +70,7 @@ def test_a_step_that_fails_once_is_taken_again(engine: Engine, brake: Brake) -> 
     assert answer.json()["choices"][0]["text"] == wanted.text
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_step_that_fails_twice_ends_its_requests_and_not_the_server(
     engine: Engine, brake: Brake, stream: bool
@@ -87,6 +91,7 @@ def test_a_step_that_fails_twice_ends_its_requests_and_not_the_server(
         assert served.metric('core_sequences_total{outcome="error"}') == 2 and idle(served)
 
 
+@pytest.mark.slow
 def test_a_dead_engine_is_said_by_health(engine: Engine, brake: Brake) -> None:
     def fail() -> None:
         raise RuntimeError("the device is lost")
@@ -104,6 +109,7 @@ def test_a_dead_engine_is_said_by_health(engine: Engine, brake: Brake) -> None:
             served.openai.completions.create(model="tiny", prompt="This")
 
 
+@pytest.mark.slow
 def test_draining_finishes_what_runs_and_refuses_the_rest(engine: Engine, brake: Brake) -> None:
     wanted = offline(engine, TEXTS[1], 30, ignore_eos=True)
     with serving(engine) as served, ThreadPoolExecutor(1) as pool:
@@ -134,6 +140,7 @@ def test_draining_is_bounded_and_says_what_it_cut(engine: Engine) -> None:
     assert not engine.has_unfinished
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("model_type", "route"), [("codegen", "static"), ("openai-gpt", "recompute")])
 def test_models_without_a_paged_cache_are_served(model_type: str, route: str) -> None:
     from core.engine.models.loading import build_model
@@ -154,6 +161,7 @@ def test_models_without_a_paged_cache_are_served(model_type: str, route: str) ->
             assert "no tokenizer" in error(served.post("/v1/completions", prompt="This"), 400)["message"]
 
 
+@pytest.mark.slow
 def test_without_a_cache_a_step_that_failed_once_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from core.engine.models.loading import build_model
     from core.engine.models.tiny import tiny_config

@@ -42,6 +42,7 @@ def served(adapted: Engine, answers: dict[str, str]) -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.slow
 def test_the_field_model_selects_an_adapter(served: Served, answers: dict[str, str]) -> None:
     assert len(set(answers.values())) == 3
     for name, text in answers.items():

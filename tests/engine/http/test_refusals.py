@@ -27,6 +27,7 @@ def error(response: Any, status: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("field", "value", "code"),
     [
@@ -88,6 +89,7 @@ def test_a_message_of_another_shape_is_refused(served: Served, message: Any, cod
     assert found["param"] == "messages" and found["code"] in (code, "invalid_value", "unsupported_parameter")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("template", "phrase"),
     [(None, "has no chat template"), ("{{ raise_exception('roles must alternate') }}", "roles must alternate")],
@@ -116,6 +118,7 @@ def test_what_is_no_request_is_refused(served: Served) -> None:
     assert error(served.post("/detokenize", tokens=[99999]), 400)["param"] == "tokens"
 
 
+@pytest.mark.slow
 def test_bodies_that_no_client_sends_are_answered_all_the_same(served: Served) -> None:
     half = "\\ud800"  # of a surrogate pair, as JSON may write it
     deep = "[" * 100_000 + "]" * 100_000
@@ -141,6 +144,7 @@ def test_bodies_that_no_client_sends_are_answered_all_the_same(served: Served) -
         error(served.http.post(path, content=body.encode(), headers=headers), 400)
 
 
+@pytest.mark.slow
 def test_a_grammar_that_grows_too_large_is_said(served: Served) -> None:
     body = {"prompt": "This", "max_tokens": 9, "guided_regex": "(a{1000}){1000}"}
     assert error(served.post("/v1/completions", **body), 400)["code"] == "invalid_grammar"
@@ -161,6 +165,7 @@ def test_a_number_of_more_digits_than_python_reads_is_refused_as_a_value(served:
     assert "digits" in error(answer, 400)["message"]
 
 
+@pytest.mark.slow
 def test_without_the_key_nothing_is_told_but_health(engine: Engine) -> None:
     with serving(engine, api_key="kept-secret") as served:
         assert served.openai.completions.create(model="tiny", **BODY).choices  # type: ignore[call-overload]
@@ -177,6 +182,7 @@ def test_without_the_key_nothing_is_told_but_health(engine: Engine) -> None:
             served.openai.with_options(api_key="other").models.list()
 
 
+@pytest.mark.slow
 def test_a_body_is_bounded_in_size_and_time(engine: Engine) -> None:
     with serving(engine, max_body_bytes=1000, client_timeout_s=0.3) as served:
         assert served.post("/v1/completions", prompt="x" * 700, max_tokens=1).status_code != 413
@@ -190,6 +196,7 @@ def test_a_body_is_bounded_in_size_and_time(engine: Engine) -> None:
             assert b" 408 " in connection.recv(4096)
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_said_and_when_to_come_again(engine: Engine, brake: Brake) -> None:
     with serving(engine, max_queue=2) as served, ThreadPoolExecutor(6) as pool:
         brake.hold()
@@ -225,6 +232,7 @@ def test_lines_of_the_log_are_json_and_tell_nothing_private(served: Served, capl
     assert not any("private" in line for line in text)
 
 
+@pytest.mark.slow
 def test_what_libraries_warn_of_is_a_line_of_the_log_too() -> None:
     script = "import warnings, core.engine.http.logs as logs; logs.log_as_json(); warnings.warn('old\\nways')\n"
     script += "from transformers.utils import logging; logging.get_logger('transformers.x').warning('falls back')"

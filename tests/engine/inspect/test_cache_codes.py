@@ -71,6 +71,7 @@ def test_half_precision_passes_the_check(engine: Engine) -> None:
     assert result.cache_rounding is not None and 0 < result.cache_rounding < 2**-3
 
 
+@pytest.mark.slow
 def test_the_trained_model_gives_tokens_and_logits_of_its_rounded_self_and_tells_what_that_costs() -> None:
     with Engine.load(embedded_model(), "cpu", EAGER) as engine:
         result = compare(engine, PROMPTS, num_tokens=12, rounds=1)
@@ -92,6 +93,7 @@ def test_a_prompt_in_chunks_gives_the_logits_of_the_whole() -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_scales_of_the_attention_modules_are_taken() -> None:
     loaded = tiny("llama")
     first, second = attentions(loaded.model)
@@ -140,6 +142,7 @@ def test_calibration_of_a_model_without_a_paged_cache_is_refused() -> None:
         calibrate(tiny("bloom").model, [range(3, 43)])
 
 
+@pytest.mark.slow
 def test_outliers_need_the_scale_that_calibration_gives() -> None:
     loaded = tiny("llama")
     for module in attentions(loaded.model):
@@ -162,6 +165,7 @@ def test_a_model_that_has_no_paged_cache_is_refused_and_not_served_otherwise() -
     assert 'kv_cache_dtype="auto"' in caught.value.remedy
 
 
+@pytest.mark.slow
 def test_layers_that_the_cache_numbers_otherwise_are_refused() -> None:
     loaded = tiny("zamba2")  # its attention is shared, and cached under the number of the layer that calls it
     with pytest.raises(UsageError, match="a key/value cache of 'fp8'") as caught:

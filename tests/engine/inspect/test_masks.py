@@ -128,6 +128,7 @@ def test_a_rule_that_changes_behind_the_exhaustive_range_is_found() -> None:
     assert prove_causal(long_context, 8192)[0] is None
 
 
+@pytest.mark.slow
 def test_every_row_up_to_the_exhaustive_range_is_compared() -> None:
     def hiding(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & ~((query >= 5000) & (query < 5050) & (key < 10))

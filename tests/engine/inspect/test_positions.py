@@ -40,6 +40,7 @@ def test_some_count_from_after_their_padding_row_and_give_padding_that_row(model
     assert not found.ordinary
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("model_type", "path", "first", "batched"),
     [

@@ -116,6 +116,7 @@ def test_tokens_that_neither_allows_are_left_out_of_a_difference() -> None:
     assert not largest_difference([torch.tensor([[1.0, torch.inf, 1.0]])], [expected]) <= 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("model_type", ["minimax", "recurrent_gemma"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_state_in_caches_of_its_own_is_found_in_half_precision_too(
@@ -126,12 +127,14 @@ def test_state_in_caches_of_its_own_is_found_in_half_precision_too(
         page(tiny(model_type, dtype))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_right_models_pass_in_half_precision(model_type: str, dtype: torch.dtype) -> None:
     page(tiny(model_type, dtype))
 
 
+@pytest.mark.slow
 def test_positions_counted_over_the_whole_step_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     page(tiny("llama4_text", **LLAMA4))
     monkeypatch.setattr("core.engine.paged.model.what_layers_ask", lambda model: Asked())
@@ -139,6 +142,7 @@ def test_positions_counted_over_the_whole_step_are_found(monkeypatch: pytest.Mon
         page(tiny("llama4_text", **LLAMA4))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 @pytest.mark.parametrize("max_model_len", [2, 3, 7])
 def test_short_contexts_are_served(model_type: str, max_model_len: int) -> None:

@@ -117,6 +117,7 @@ def plain(tmp_path: Path) -> Iterator[Setting]:
         yield Setting(engine, load_four(engine, tmp_path))
 
 
+@pytest.mark.cases(1)
 def test_four_adapters_and_none_in_one_batch_each_as_if_merged(setting: Setting) -> None:
     found = setting.engine.generate(PROMPTS, GREEDY, lora=WHO, collect_logits=True)
     for completion, name in zip(found, WHO, strict=True):
@@ -138,6 +139,7 @@ def test_without_adapters_the_graphs_without_them_run(setting: Setting) -> None:
     assert with_lora() == before
 
 
+@pytest.mark.cases(1)
 def test_requests_join_and_leave_and_each_keeps_its_adapter(setting: Setting) -> None:
     engine = setting.engine
     alone = [
@@ -154,6 +156,7 @@ def test_requests_join_and_leave_and_each_keeps_its_adapter(setting: Setting) ->
     assert [found[index] for index in range(len(PROMPTS))] == alone
 
 
+@pytest.mark.cases(1)
 def test_a_reloaded_adapter_gives_its_new_numbers_and_finds_no_old_cache(setting: Setting, tmp_path: Path) -> None:
     engine = setting.engine
     first = engine.generate([LONG], GREEDY, lora="all")[0]
@@ -180,6 +183,7 @@ def test_adapters_share_no_cache_and_requests_of_one_do(plain: Setting) -> None:
     assert [each.num_cached_tokens > 0 for each in ran] == [False, False, False, True, True]
 
 
+@pytest.mark.slow
 def test_preempted_sequences_keep_their_adapters(tmp_path: Path) -> None:
     with Engine(tiny(), cpu(), replace(OFF, cache_tokens=56)) as engine:
         load_four(engine, tmp_path)
@@ -191,6 +195,7 @@ def test_preempted_sequences_keep_their_adapters(tmp_path: Path) -> None:
         assert [each.token_ids for each in together] == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_drafts_from_own_text_change_no_token(plain: Setting, tmp_path: Path, recorded: bool) -> None:
     prompts, params = [[7, 8, 9, 10] * 5 for _ in WHO], replace(GREEDY, max_new_tokens=16)
@@ -257,6 +262,7 @@ def test_quantised_layers_have_adapters_too(tmp_path: Path) -> None:
     torch.testing.assert_close(found.logits[0], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_of_a_mixture_the_layers_of_all_tokens_have_adapters(tmp_path: Path) -> None:
     with Engine(tiny("qwen3_moe"), cpu(), OFF) as engine:
         layers = make_layers(engine.loaded.model, ATTENTION, rank=4, seed=3)

@@ -80,6 +80,7 @@ def test_half_precision_holds_the_criterion_too() -> None:
     assert result.passed, result.mismatch
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "wrong",
     [Reach(WINDOW), Reach(WINDOW + 4, chunked=True), Reach()],

@@ -65,6 +65,7 @@ def test_requests_that_come_at_any_time_get_the_tokens_of_the_model_alone(engine
         assert list(found[index].token_ids) == alone(engine, prompt, 18), index
 
 
+@pytest.mark.slow
 def test_logits_in_graphs_hold_the_criterion(engine: Engine) -> None:
     result = compare(engine, PROMPTS[:3], num_tokens=2 * WINDOW, rounds=1)
     assert result.tokens_equal, result.mismatch
@@ -107,6 +108,7 @@ def of_another_layer(self: past.IndexedPositions, keys: Tensor, layer: int) -> T
 CHOSEN, UPDATE = attention._chosen, past.IndexedPositions.update_indexer
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [

@@ -79,6 +79,7 @@ def test_shards_load_as_one_file_does(tmp_path: Path) -> None:
     assert torch.equal(logits_of(load(tmp_path).model), logits_of(make_llama().eval()))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3", "gemma2", "gpt2", "gpt_neox", "mixtral", "mamba"])
 def test_other_architectures_survive_the_round_trip(name: str, tmp_path: Path) -> None:
     built = build_model(family(name), torch_device=CPU, dtype=torch.float32)

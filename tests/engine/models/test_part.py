@@ -56,6 +56,7 @@ def equal(found: Any, wanted: Any) -> list[str]:
     return [name for name in here if not torch.equal(here[name], there[name])]
 
 
+@pytest.mark.cases(2)
 @RANKS
 @pytest.mark.parametrize(
     ("name", "changes"),

@@ -46,6 +46,7 @@ SCHEMES = (
 )
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("make", [make_llama, make_moe, make_nemotron])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_is_saved_is_loaded_bit_by_bit(scheme: str, make: Callable[[], Any], tmp_path: Path) -> None:
@@ -250,6 +251,7 @@ def test_experts_without_a_gate_are_stored_as_two_layers_each(tmp_path: Path) ->
     assert stored == {"up_proj", "down_proj"}
 
 
+@pytest.mark.slow
 def test_a_configuration_may_name_layers_as_the_files_do(tmp_path: Path) -> None:
     ignored = "model.layers.3.mixer.up_proj"
     model = core.quantize(make_nemotron(), "int8", ignore=[ignored])

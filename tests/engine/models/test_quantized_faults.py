@@ -81,6 +81,7 @@ TENSORS: dict[str, tuple[str, Change, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("fault", TENSORS)
 def test_a_faulty_tensor_is_one_clear_error(fault: str, tmp_path: Path) -> None:
     scheme, change, message = TENSORS[fault]
@@ -90,6 +91,7 @@ def test_a_faulty_tensor_is_one_clear_error(fault: str, tmp_path: Path) -> None:
         raise AssertionError(error_of(folder).found)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("make", [make_llama, make_moe])
 @pytest.mark.parametrize("scheme", ["fp8", "int8-static", "w4a16-g16", "w8a16", "w4a16-asymmetric-g8"])
 def test_a_scale_of_zero_serves_where_all_codes_stand_for_zero(
@@ -149,6 +151,7 @@ CONFIGS: dict[str, tuple[str, Change, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("fault", CONFIGS)
 def test_a_faulty_configuration_is_one_clear_error(fault: str, tmp_path: Path) -> None:
     scheme, change, message = CONFIGS[fault]

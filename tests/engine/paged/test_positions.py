@@ -93,6 +93,7 @@ def serve_staggered(engine: Engine) -> None:
     assert stats.chunked >= 2 and stats.mixed_steps >= 2 and stats.reused >= 48
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type", slow_except(["roberta", "whisper", "marian", "pegasus", "bart", "bigbird_pegasus"], "roberta")
 )
@@ -112,6 +113,7 @@ def test_drafts_are_verified_at_their_positions_in_graphs_that_only_replay(model
         assert engine.stats().accepted["ngram"] >= 8
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("model_type", ["bart", "roberta", "marian"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_that_is_closed_gives_the_modules_their_own_count_back(model_type: str, dtype: torch.dtype) -> None:
@@ -145,6 +147,7 @@ def _from_zero_in_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_runner, "step_tensors", step_tensors)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("model_type", ["bart", "roberta"])
 @pytest.mark.parametrize("plant", [_without_offset, _of_another_sequence, _from_zero_in_each_chunk])
 def test_wrong_positions_are_refused_by_the_self_check(

@@ -47,6 +47,7 @@ def sequence(index: int) -> Sequence:
     return Sequence(index, [1, 2, 3], SamplingParams(max_new_tokens=2))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("model_type", "kinds", "continues"),
     [
@@ -84,6 +85,7 @@ def test_a_cache_that_a_model_brings_without_pairs_of_methods_has_no_states(monk
     assert inspect_recurrence(tiny("minimax")) is NONE
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("model_type", "continues"), [("mamba", False), ("jamba", False), ("mamba2", True)])
 def test_a_state_that_later_chunks_drop_is_found_however_little_it_changes(model_type: str, continues: bool) -> None:
     # In bfloat16 the logits without the state differ by less than rounding may.
@@ -135,6 +137,7 @@ def test_a_sequence_without_room_for_blocks_takes_no_slot() -> None:
     assert cache.join(sequence(0))
 
 
+@pytest.mark.slow
 def test_a_closed_runner_leaves_the_model_as_it_was() -> None:
     model = tiny("mamba2")
     ids = torch.arange(6)[None]
@@ -160,6 +163,7 @@ def test_a_model_that_rounds_otherwise_in_chunks_than_at_once_is_not_refused() -
     PagedRunner(model, select_device("cpu"), CONFIG, max_model_len=128).close()
 
 
+@pytest.mark.slow
 def test_the_bound_knows_the_chunks_of_prompts() -> None:
     model = tiny("qwen3_next")
     probes = probe_sequences(model, max_model_len=128, max_num_seqs=2)
@@ -185,6 +189,7 @@ def _other_slot(run: Run) -> Run:
     return replace(run, slots=FIRST_SLOT + 1 - (run.slots - FIRST_SLOT))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next"])
 @pytest.mark.parametrize("fault", [_never_begins, _always_begins, _other_slot])
 def test_the_self_check_finds_faults_of_states(
@@ -253,6 +258,7 @@ def _in_the_spelling_before_5_21(module: Any, hidden_states: Tensor, past_key_va
     return module.out_proj((c * out).transpose(-1, -2))
 
 
+@pytest.mark.slow
 def test_layers_that_read_their_states_from_the_caches_layers_are_paged(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Cache
 

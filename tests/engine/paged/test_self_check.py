@@ -57,6 +57,7 @@ def test_a_roomy_cache_is_checked_with_the_longest_probes_and_one_sequence_with_
     assert lengths == [LONG + 1, SHORT + 1]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("cache_tokens", "block_size", "speculative", "probes"),
     [(64, 4, 0, 2), (72, 4, 0, 2), (64, 4, 3, 2), (64, 64, 0, 1), (64, 32, 3, 2)],

@@ -51,6 +51,7 @@ def test_a_rank_without_a_device_is_refused(install_vendor: InstallVendor, monke
     )
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_device_that_was_chosen_hears_of_that_device(
     install_vendor: InstallVendor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_rank_without_a_device_that_was_chosen_hears_of_that_device(
         _device_of_rank("auto", 2)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("local", [0, 1, 3])
 def test_all_ranks_share_a_device_without_numbers(install_vendor: InstallVendor, local: int) -> None:
     install_vendor(plugin=COMMON, probe=None)

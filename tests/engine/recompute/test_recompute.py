@@ -93,6 +93,7 @@ def is_right(engine: Engine) -> bool:
     return all(is_as_alone(engine.loaded.model, number, each) for number, each in found.items() if each.token_ids)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("model_type", slow_except(["openai-gpt", "rwkv", "gpt_neo", "xlm"], "openai-gpt", "rwkv"))
 def test_requests_that_come_and_go_get_what_the_model_generates_alone(model_type: str) -> None:
     with Engine(tiny(model_type), select_device("cpu"), CONFIG) as engine:
@@ -125,6 +126,7 @@ def test_compiled_forwards_give_the_same(model_type: str) -> None:
         assert engine.stats().padded
 
 
+@pytest.mark.slow
 def test_a_loop_over_tokens_runs_eagerly_unless_graphs_are_asked_for() -> None:
     free = replace(CONFIG, options=CompileOptions(lowering="inline"))
     with Engine(tiny("rwkv"), "cpu", free) as engine:
@@ -159,6 +161,7 @@ def looks_ahead(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
     return output + output.mean(dim=1, keepdim=True)
 
 
+@pytest.mark.slow
 def test_a_model_whose_rows_touch_each_other_has_one_sequence_at_a_time() -> None:
     with Engine(tiny("openai-gpt", mixes_rows), "cpu", CONFIG) as engine:
         assert "; one sequence at a time: a sequence beside others differs" in engine.route_reason
@@ -174,6 +177,7 @@ def test_a_model_that_padding_changes_runs_without_padding() -> None:
         assert is_right(engine) and engine.stats().padded == 0
 
 
+@pytest.mark.slow
 def test_a_model_that_the_longest_padding_changes_runs_without_padding() -> None:
     def by_length(_module: Any, inputs: Any, output: Tensor) -> Tensor:
         length = inputs[0].shape[-1]
@@ -184,6 +188,7 @@ def test_a_model_that_the_longest_padding_changes_runs_without_padding() -> None
         assert is_right(engine)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("model_type", ["openai-gpt", "xlm"])
 def test_the_whole_context_is_served(model_type: str) -> None:
     """XLM is given one token more than it has, a place to predict."""
@@ -197,6 +202,7 @@ def test_the_whole_context_is_served(model_type: str) -> None:
     assert list(found.token_ids) == own[0, longest - 1 :].tolist()
 
 
+@pytest.mark.slow
 def test_hashes_that_are_drawn_are_refused_where_they_divide_the_longest_sequence() -> None:
     with Engine(tiny("reformer"), "cpu", replace(CONFIG, max_model_len=64)) as engine:
         assert engine.route == "recompute"

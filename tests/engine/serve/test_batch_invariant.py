@@ -116,11 +116,13 @@ def test_drafts_change_no_bit() -> None:
         assert [each.token_ids for each in engine.generate(prompts(), PARAMS)] == drafted
 
 
+@pytest.mark.slow
 def test_a_model_with_products_that_nobody_declares_is_refused() -> None:
     with refused(LoweringError, 'deterministic="batch"'):
         engine_of("mixtral", max_num_seqs=2)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_layers_that_are_no_linears_are_alike_too() -> None:
     with engine_of("gpt2", max_num_seqs=2) as engine:
@@ -136,12 +138,14 @@ def test_a_model_without_the_paged_cache_is_refused() -> None:
         engine_of("codegen", max_num_seqs=2)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "falcon_h1", "lfm2"])
 def test_a_model_with_recurrent_states_is_refused(model_type: str) -> None:
     with refused(UsageError, "deterministic='batch'", "keeps recurrent states, and no implementation"):
         engine_of(model_type, max_num_seqs=2)
 
 
+@pytest.mark.slow
 def test_a_wrong_declaration_is_found_when_the_engine_is_made() -> None:
     def lying(each: Any) -> Any:
         wrong = {"cpu_linear_alike": "torch_linear"}.get(each.name)

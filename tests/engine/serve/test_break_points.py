@@ -36,6 +36,7 @@ def tokens(model_type: str, *eager: str, adapter: Path | None = None) -> list[li
         return [list(each.token_ids) for each in found]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("model_type", "eager"),
     [
@@ -49,6 +50,7 @@ def test_replays_around_break_points_see_their_own_step(model_type: str, eager: 
     assert tokens(model_type, eager) == tokens(model_type)
 
 
+@pytest.mark.slow
 def test_adapters_reach_break_points(tmp_path: Path) -> None:
     found = tokens("llama", "model.layers.*.self_attn", adapter=tmp_path / "adapter")
     assert found == tokens("llama", adapter=tmp_path / "adapter")

@@ -48,6 +48,7 @@ def closing(engine: Engine, index: int) -> None:
     engine.close()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("act", "aborted"),
     [(stepping, ()), (aborting_first, (0,)), (aborting_all, range(5)), (closing, range(5))],

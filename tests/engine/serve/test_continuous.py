@@ -185,6 +185,7 @@ def test_the_logits_of_accepted_drafts_are_those_of_the_model(engine: Engine) ->
     torch.testing.assert_close(completion.logits, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_stop_among_accepted_drafts_ends_the_sequence_there(engine: Engine) -> None:
     prompt, params = repetitive(engine), SamplingParams(max_new_tokens=40, ignore_eos=True)
     (whole,) = engine.generate([prompt], params)
@@ -243,6 +244,7 @@ def test_generate_is_refused_while_requests_run_and_they_go_on(engine: Engine) -
     assert engine.step() == []
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_can_be_run_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     work = jobs(engine, 9, seed=5)
     ids = {engine.add_request(job.prompt, job.params): job for job in work}

@@ -107,6 +107,7 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
@@ -117,6 +118,7 @@ def test_pieces_add_up_to_the_full_decoding(name: str, skip_special_tokens: bool
     assert "".join(pieces) == decode(TOKENIZERS[name], ids, skip_special_tokens=skip_special_tokens)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
@@ -139,6 +141,7 @@ def first_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
     return text, None
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
@@ -154,6 +157,7 @@ def test_text_ends_at_the_first_stop_string(name: str, data: st.DataObject) -> N
     assert ("".join(pieces), detokenizer.stopped_by) == first_stop(text, stop)
 
 
+@pytest.mark.slow
 @given(
     text=st.text("abc", max_size=30), stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=4), data=st.data()
 )

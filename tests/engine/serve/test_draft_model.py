@@ -56,6 +56,7 @@ def tokens_of(
     return found, stats.drafted["model"], stats.accepted["model"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, temperature=0.8, top_p=0.9, seed=7)], ids=["greedy", "hot"])
 def test_tokens_are_those_without_drafts(embedded: LoadedModel, params: SamplingParams) -> None:
     plain, drafted, _ = tokens_of(embedded, replace(EAGER, speculative=0), params)
@@ -66,6 +67,7 @@ def test_tokens_are_those_without_drafts(embedded: LoadedModel, params: Sampling
     assert short == plain and 0 < accepted < drafted
 
 
+@pytest.mark.slow
 def test_sampled_tokens_come_as_often_as_the_model_says() -> None:
     """The third token of 400 seeds against its probability, summed over all that may come before it."""
     served, size, count = tiny(vocab_size=8), 8, 400
@@ -103,6 +105,7 @@ class Vocabulary:
         return self._vocab
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("ours", "theirs"), [(160, 150), (150, 160)])
 def test_models_of_one_tokenizer_may_pad_their_embeddings_differently(ours: int, theirs: int) -> None:
     served = replace(tiny(vocab_size=ours), tokenizer=Vocabulary(140))
@@ -149,6 +152,7 @@ def test_no_drafts_of_a_model_on_the_static_cache() -> None:
     assert error.remedy == "leave the draft model out"
 
 
+@pytest.mark.slow
 def test_a_model_that_drafts_is_served_by_nobody_else() -> None:
     draft = tiny(seed=1)
     taken = pytest.raises(UsageError, match="served by another engine")
@@ -198,6 +202,7 @@ def test_graphs_under_way_are_counted_with_those_that_draft(monkeypatch: pytest.
             assert load_of(engine).pending_graphs == count
 
 
+@pytest.mark.slow
 def test_metrics_tell_drafts_by_kind() -> None:
     metrics = Metrics()
     with Engine(tiny(), acme(), replace(EAGER, draft_model=tiny())) as engine:

@@ -28,7 +28,7 @@ from tests.marks import slow_except
 from tests.recording import acme
 
 
-@pytest.fixture(scope="module", params=["captured", "windows", "unlike"])
+@pytest.fixture(scope="module", params=slow_except(["captured", "windows", "unlike"], "windows", "unlike"))
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """A model and what drafts for it.
 
@@ -45,12 +45,14 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", quick(1, of=8))
 def test_each_prompt_gets_its_own_tokens_whatever_the_schedule(engine: Engine, seed: int) -> None:
     serve(engine, random.Random(seed))
     assert_nothing_held(engine)
 
 
+@pytest.mark.cases(1)
 def test_the_schedules_have_what_they_are_for(engine: Engine) -> None:
     before = engine.stats()
     serve_all_kinds(engine, at_least=4)
@@ -62,6 +64,7 @@ def test_the_schedules_have_what_they_are_for(engine: Engine) -> None:
     assert (accepted["model"] > 100) == alike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", slow_except(["llama", "gemma3_text"], "gemma3_text"))
 def test_no_draft_of_the_served_model_itself_is_wrong_whatever_the_schedule(model_type: str) -> None:
     """So its cache holds the right keys and values, also behind shared beginnings and after lost caches."""
@@ -73,5 +76,6 @@ def test_no_draft_of_the_served_model_itself_is_wrong_whatever_the_schedule(mode
     assert stats.accepted == stats.drafted and stats.drafted["model"] > 200
 
 
+@pytest.mark.cases(1)
 def test_a_step_of_the_draft_model_that_fails_is_taken_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_failed_drafts_are_taken_again(engine, PROMPTS, [GREEDY, HOT, GREEDY], monkeypatch, more_than=3)

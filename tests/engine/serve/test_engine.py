@@ -65,8 +65,7 @@ def test_the_texts_differ_in_length_and_continuation(alone: list[Completion]) ->
 def test_a_batch_gives_exactly_the_tokens_of_each_alone(engine: Engine, alone: list[Completion], count: int) -> None:
     together = engine.generate(TEXTS[:count], GREEDY, collect_logits=True)
     for mine, other in zip(together, alone, strict=False):
-        assert mine.token_ids == other.token_ids
-        assert mine.text == other.text
+        assert (mine.token_ids, mine.text) == (other.token_ids, other.text)
         assert mine.logits is not None and other.logits is not None
         torch.testing.assert_close(mine.logits, other.logits, rtol=0, atol=1e-4)
 
@@ -80,8 +79,7 @@ def test_prompts_beyond_the_room_wait_for_their_turn(engine: Engine, alone: list
 
 def test_the_logits_are_those_the_tokens_were_chosen_from(alone: list[Completion]) -> None:
     for completion in alone:
-        assert completion.logits is not None
-        assert completion.logits.shape == (12, 2048)
+        assert completion.logits is not None and completion.logits.shape == (12, 2048)
         assert completion.logits.argmax(-1).tolist() == list(completion.token_ids)
 
 
@@ -89,8 +87,7 @@ def test_pieces_add_up_to_the_text_and_name_their_prompt(engine: Engine, alone: 
     pieces: dict[int, list[str]] = {0: [], 1: []}
     completions = engine.generate(TEXTS[:2], GREEDY, on_text=lambda index, piece: pieces[index].append(piece))
     for index, completion in enumerate(completions):
-        assert all(pieces[index])
-        assert len(pieces[index]) >= 2  # a fast machine computes a row of steps before it hands a piece out
+        assert all(pieces[index]) and len(pieces[index]) >= 2  # a fast machine computes a row of steps before a piece
         assert "".join(pieces[index]) == completion.text == alone[index].text
 
 
@@ -173,6 +170,7 @@ def test_a_seed_gives_the_same_text_whoever_shares_the_batch(engine: Engine) -> 
     assert mixed[1].token_ids == engine.generate([TEXTS[1]], GREEDY)[0].token_ids
 
 
+@pytest.mark.slow
 def test_what_was_not_captured_is_sampled_outside_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     params = [SamplingParams(max_new_tokens=6, temperature=1.0, seed=3, ignore_eos=True), GREEDY]
     found = []
@@ -232,6 +230,7 @@ class Broken(Exception):
     """What a callback of the user raises."""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
 @pytest.mark.parametrize("model_type", ["llama", "bloom"])
 def test_an_error_in_the_middle_of_a_step_leaves_the_engine_usable(
@@ -291,6 +290,7 @@ def test_a_model_serves_one_engine_at_a_time(model_type: str) -> None:
     assert loaded.config._attn_implementation != "core"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "ahead"),
     slow_except(
@@ -331,6 +331,7 @@ def test_calling_a_served_model_says_who_has_it() -> None:
     assert loaded.model(input_ids=ids).logits.shape[:2] == (1, 3)
 
 
+@pytest.mark.slow
 def test_modes_may_leave_out_decode_on_the_static_route() -> None:
     needs_static_cache("bloom")
     loaded = build_model(tiny_config("bloom", num_hidden_layers=1), torch_device=CPU, dtype=torch.float32)

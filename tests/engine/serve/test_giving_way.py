@@ -109,6 +109,7 @@ def serve(load: Load) -> None:
     raise AssertionError("some sequence starves")
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("first", range(0, 300, 30))
 def test_a_sequence_gives_way_only_where_others_need_what_it_holds(first: int) -> None:
     loads = [Load(seed) for seed in range(first, first + 30)]

@@ -48,6 +48,7 @@ def engine(request: Any) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("heat", [{}, {"temperature": 1.5, "seed": 3}, {"temperature": 1.0, "seed": 8, "min_p": 0.2}])
 def test_an_answer_matches_and_its_mates_are_left_alone(engine: Engine, heat: dict[str, Any]) -> None:
     (alone,) = engine.generate(["This"], FREE)
@@ -60,6 +61,7 @@ def test_an_answer_matches_and_its_mates_are_left_alone(engine: Engine, heat: di
     assert first.finish_reason == "stop" and third.token_ids == alone.token_ids
 
 
+@pytest.mark.cases(1)
 def test_without_the_schema_the_model_says_something_else(engine: Engine) -> None:
     (free,) = engine.generate([TEXT], replace(FREE, max_new_tokens=60))
     with pytest.raises(ValueError):

@@ -53,7 +53,7 @@ def served_and_head(folder: Path, kind: str) -> tuple[LoadedModel, str | Path]:
 
 CAPTURED = ("eagle", "eagle3", "mellum")
 """In graphs that replay what was recorded; the others run eagerly."""
-KINDS = ("eagle", "glm4_moe", "windows", *(pytest.param(kind, marks=pytest.mark.slow) for kind in CAPTURED[1:]))
+KINDS = ("glm4_moe", "windows", *(pytest.param(kind, marks=pytest.mark.slow) for kind in CAPTURED))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -89,6 +89,7 @@ def compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", quick(1, of=4))
 def test_tokens_and_drafts_are_right_whatever_the_schedule(
     engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -103,10 +104,12 @@ def test_tokens_and_drafts_are_right_whatever_the_schedule(
     assert_nothing_held(engine)
 
 
+@pytest.mark.cases(1)
 def test_the_schedules_have_what_they_are_for(engine: Engine) -> None:
     serve_all_kinds(engine)
 
 
+@pytest.mark.slow
 def test_a_shared_beginning_holds_for_the_token_behind_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head has read that token by the end of a block, so texts that differ there must not share the block."""
     served, head = served_and_head(tmp_path, "glm4_moe")
@@ -122,6 +125,7 @@ def test_a_shared_beginning_holds_for_the_token_behind_it_too(tmp_path: Path, mo
         assert engine.stats().reused == 9 * CONFIG.block_size
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("by", ["states", "tokens"])
 @pytest.mark.parametrize("mode", [pytest.param("captured", marks=pytest.mark.slow), "eager"])
 def test_no_draft_is_wrong_of_a_head_that_knows(tmp_path: Path, by: str, mode: str) -> None:
@@ -136,6 +140,7 @@ def test_no_draft_is_wrong_of_a_head_that_knows(tmp_path: Path, by: str, mode: s
     assert stats.accepted == stats.drafted and stats.drafted["head"] > 200
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("params", [GREEDY, replace(HOT, top_p=0.9)], ids=["greedy", "hot"])
 def test_tokens_are_those_without_drafts(tmp_path: Path, params: SamplingParams) -> None:
     served, head = successor(tmp_path / "head", by="states", noise=0.1)
@@ -148,11 +153,13 @@ def test_tokens_are_those_without_drafts(tmp_path: Path, params: SamplingParams)
     assert found[0] == found[1]
 
 
+@pytest.mark.cases(1)
 def test_a_step_of_the_head_that_fails_is_taken_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     compared(engine, monkeypatch)
     assert_failed_drafts_are_taken_again(engine, PROMPTS, [GREEDY, HOT, GREEDY], monkeypatch, more_than=2)
 
 
+@pytest.mark.slow
 def test_a_closed_engine_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     served, head = successor(tmp_path / "head", by="states")
     for _ in range(2):
@@ -185,6 +192,7 @@ def refused(served: LoadedModel, draft: Any, **changes: Any) -> UsageError | Mod
     return caught.value
 
 
+@pytest.mark.slow
 def test_what_heads_do_not_go_with_is_refused_and_says_why(tmp_path: Path) -> None:
     served, head = successor(tmp_path / "head", by="states")
     assert "can't sleep" in refused(served, head, sleep_mode=True).found

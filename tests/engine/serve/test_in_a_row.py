@@ -104,6 +104,7 @@ def test_sequences_that_end_in_turn(engine: Engine, one_by_one: OneByOne) -> Non
     assert counted["discarded"] == 0  # each end is known beforehand
 
 
+@pytest.mark.slow
 def test_tokens_behind_a_stop_token_are_discarded(engine: Engine, one_by_one: OneByOne) -> None:
     alone = one_by_one.generate(TEXTS, GREEDY)
     params = replace(GREEDY, stop_token_ids=(alone[1].token_ids[6],))
@@ -121,6 +122,7 @@ def test_a_stop_string_cuts_the_text_within_a_row(engine: Engine, one_by_one: On
     assert (found.text, found.token_ids) == (expected.text, expected.token_ids) and found.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_random_tokens_are_those_of_the_seed(engine: Engine, one_by_one: OneByOne) -> None:
     hot = [replace(GREEDY, temperature=1.3, top_k=50, top_p=0.95, seed=seed) for seed in range(3)]
     expected = ids(one_by_one.generate(TEXTS, [*hot, GREEDY]))
@@ -129,6 +131,7 @@ def test_random_tokens_are_those_of_the_seed(engine: Engine, one_by_one: OneByOn
     assert len(set(ids(engine.generate(TEXTS[:1] * 3, hot)))) == 3
 
 
+@pytest.mark.slow
 def test_what_the_host_must_see_comes_one_by_one(engine: Engine, one_by_one: OneByOne) -> None:
     for params, options in (
         (replace(GREEDY, logprobs=1), {}),
@@ -141,6 +144,7 @@ def test_what_the_host_must_see_comes_one_by_one(engine: Engine, one_by_one: One
         assert found[0].logprobs == expected[0].logprobs
 
 
+@pytest.mark.slow
 def test_requests_that_join_and_leave_in_between(engine: Engine, one_by_one: OneByOne) -> None:
     expected = {text: one_by_one.generate([text], GREEDY)[0].token_ids for text in TEXTS}
     first, aborted = (engine.add_request(text, GREEDY) for text in TEXTS[:2])

@@ -121,6 +121,7 @@ def expected(engine: Engine) -> tuple[dict[int, Any], int]:
     return served(engine, nothing), nothing.count
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_after_an_interrupt_each_prompt_gets_its_tokens(
     engine: Engine, expected: tuple[dict[int, Any], int], seed: int

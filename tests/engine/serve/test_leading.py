@@ -57,6 +57,7 @@ class Pair:
         self.follower.close()
 
 
+@pytest.mark.slow
 def test_the_other_rank_takes_the_same_steps_with_the_same_tokens() -> None:
     pair = Pair()
     # More prompts than sequences at once, so that some wait; drawn without a seed, which rank 0 has to choose.
@@ -103,6 +104,7 @@ def test_a_step_that_failed_is_told_and_not_tried_again(monkeypatch: pytest.Monk
     pair.leader.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("act", [lambda engine: engine.sleep(), lambda engine: engine.load_weights([])])
 def test_weights_stay(act: Callable[[Engine], None]) -> None:
     pair = Pair()

@@ -62,6 +62,7 @@ def test_the_one_that_has_waited_longest_joins_after_so_many_others() -> None:
     assert found[2 * MAX_PASSED + 1] == 1  # and so on: the one that has waited longest then
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=40))
 def test_nobody_is_passed_for_ever_however_many_urgent_ones_come(priorities: list[int]) -> None:
@@ -144,6 +145,7 @@ def alone() -> Iterator[list[tuple[int, ...]]]:
         yield [engine.generate([text], GREEDY)[0].token_ids for text in TEXTS]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "config",
     [

@@ -141,6 +141,7 @@ def logits_of(model: Any, prompt: list[int], count: int) -> tuple[list[int], tor
     return chosen[0], logits[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", slow_except(["prefill", "decode"], "decode"))
 def test_a_step_that_fails_after_it_moved_states_is_computed_from_the_beginning(
     monkeypatch: pytest.MonkeyPatch, phase: str

@@ -103,6 +103,7 @@ SEEDS = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_each_prompt_gets_its_own_tokens_whatever_the_schedule(engine: Engine, seed: int) -> None:
     rng = random.Random(seed)
@@ -125,6 +126,7 @@ def test_each_prompt_gets_its_own_tokens_whatever_the_schedule(engine: Engine, s
     assert all(pool.num_free == pool.num_blocks - 1 for pool in pools)  # nobody holds a block any more
 
 
+@pytest.mark.cases(1)
 def test_the_schedules_have_what_they_are_for(engine: Engine) -> None:
     before, cached = engine.stats(), 0
     for seed in range(1000, 1006):

@@ -118,6 +118,7 @@ def test_wrong_configurations_are_refused_before_anything_is_read(given: Any, to
         Engine.load("no/such/folder", "cpu", given)
 
 
+@pytest.mark.slow
 def test_a_model_in_hand_is_served(engine: Engine) -> None:
     loaded = load_model(embedded_model(), torch_device=torch.device("cpu"))
     model = loaded.model.train()

@@ -22,6 +22,7 @@ from core.engine.serve.async_engine import AsyncEngine
 from core.engine.serve.engine import Engine
 from core.engine.steps.runner import EngineConfig
 from core.errors import EngineError, UsageError
+from tests.marks import slow_except
 from tests.recording import acme
 from tests.support import cpu, refused
 
@@ -76,12 +77,7 @@ class Served:
     other_answers: Tokens
 
 
-# Each device and each route is in one of the first two.
-SERVED = [
-    "acme-paged",
-    "cpu-static",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("cpu-paged", "acme-static")),
-]
+SERVED = slow_except(["acme-paged", "cpu-static", "cpu-paged", "acme-static"], "acme-paged")
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -146,6 +142,7 @@ def test_all_weights_and_all_of_the_cache_sleep(served: Served) -> None:
     assert memory_of(sleeper._cache.tensors) == memory_of(cache_of(engine))
 
 
+@pytest.mark.slow
 def test_recurrent_states_sleep_too() -> None:
     with Engine(model("lfm2"), acme(), EAGER) as engine:  # convolutions beside attention
         before = tokens(engine)
@@ -154,6 +151,7 @@ def test_recurrent_states_sleep_too() -> None:
         assert tokens(engine) == before
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_process_falls_and_comes_back() -> None:
     config = replace(EAGER, cache_tokens=2**16)
     loaded = build_model(tiny_config("llama", vocab_size=60_000, hidden_size=256), torch_device=CPU)
@@ -251,6 +249,7 @@ def test_a_device_without_room_leaves_the_engine_asleep(monkeypatch: pytest.Monk
         assert tokens(engine) == before
 
 
+@pytest.mark.slow
 def test_an_engine_closed_asleep_leaves_a_model_that_nobody_can_use() -> None:
     loaded = model()
     with Engine(loaded, acme(), EAGER) as engine:
@@ -272,6 +271,7 @@ def test_weights_that_stop_coming_are_not_served(served: Served) -> None:
     assert tokens(served.engine) == served.other_answers
 
 
+@pytest.mark.slow
 def test_an_async_engine_sleeps_between_requests() -> None:
     other = model(seed=1)
 
@@ -289,6 +289,7 @@ def test_an_async_engine_sleeps_between_requests() -> None:
     assert tuple(found) == fresh(other, cpu(), EAGER)[0]
 
 
+@pytest.mark.slow
 def test_quantised_weights_load_by_their_names() -> None:
     def quantised(seed: int) -> LoadedModel:
         loaded = model(seed=seed)

@@ -105,6 +105,7 @@ def is_right(engine: Engine, model: Any) -> bool:
     return all(is_as_alone(model, number, completion) for number, completion in kept.items())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "model_type", ["bloom", "falcon", "mpt", "gptj", "llama4_text", "deepseek_v32", "diffllama", "xlm-roberta"]
 )
@@ -193,6 +194,7 @@ def test_a_step_that_failed_is_computed_again(gptj: Engine, monkeypatch: pytest.
         assert is_as_alone(gptj.loaded.model, requests[output.request_id], output.completion)
 
 
+@pytest.mark.slow
 def test_a_preempted_sequence_is_computed_again() -> None:
     loaded = tiny("gptj")
     with Engine(loaded, select_device("cpu"), CONFIG) as engine:
@@ -207,6 +209,7 @@ def test_a_preempted_sequence_is_computed_again() -> None:
         assert len(completions) == 1 and is_as_alone(loaded.model, 3, completions[0])
 
 
+@pytest.mark.slow
 def test_a_model_whose_rows_cannot_be_captured_runs_one_sequence_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_by_ways = StaticRunner._compile_by_ways
 
@@ -240,6 +243,7 @@ def test_graphs_that_compute_something_else_are_not_served(monkeypatch: pytest.M
         assert is_as_alone(loaded.model, 0, engine.generate(PROMPTS[:1], params(0))[0])
 
 
+@pytest.mark.slow
 def test_one_that_stays_single_says_why() -> None:
     needs_static_cache("roformer")
     loaded = tiny("roformer")

@@ -52,6 +52,7 @@ def largest_error(model: Any, rows: StaticModel, *, num_steps: int = 12) -> floa
 
 
 # Alibi; an indexer's keys; a mask of chunks, with scales by position (packed); conv states, which no row is told from.
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("model_type", "way"), [("bloom", {}), ("deepseek_v32", {}), ("doge", {}), ("llama4_text", {"packed": True})]
 )
@@ -62,6 +63,7 @@ def test_rows_of_different_lengths_give_what_the_model_gives_alone(model_type: s
     rows.close()
 
 
+@pytest.mark.slow
 def test_half_precision_is_judged_by_its_own_rounding() -> None:
     model, rows = static("falcon", dtype=torch.bfloat16)
     assert rows.num_rows == 3
@@ -69,6 +71,7 @@ def test_half_precision_is_judged_by_its_own_rounding() -> None:
     rows.close()
 
 
+@pytest.mark.slow
 def test_layers_with_states_keep_those_of_rows_that_are_not_in_a_step() -> None:
     """No type of transformers is on this route with states that rows hold, so one that can be paged stands for it."""
     model, rows = static("lfm2")
@@ -77,6 +80,7 @@ def test_layers_with_states_keep_those_of_rows_that_are_not_in_a_step() -> None:
     rows.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
@@ -138,6 +142,7 @@ def one_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rows, "begin", begin_wrongly)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("fault", [stale_row, other_row, idle_row, one_length])
 @pytest.mark.parametrize("way", [{}, {"packed": True}], ids=["rows", "packed"])
 def test_planted_faults_are_rejected(fault: Any, way: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +165,7 @@ def check_without_reset(check: Any) -> Any:
     return checked
 
 
+@pytest.mark.slow
 def test_idle_rows_keep_their_states() -> None:
     _, rows = static("lfm2")
     assert rows.rows is not None
@@ -172,6 +178,7 @@ def test_idle_rows_keep_their_states() -> None:
     rows.close()
 
 
+@pytest.mark.slow
 def test_masks_of_transformers_are_its_own_again_when_the_last_rows_are_closed() -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
     from transformers.masking_utils import eager_mask, sdpa_mask

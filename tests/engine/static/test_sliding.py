@@ -83,6 +83,7 @@ def test_two_graphs_decode_over_the_edge_of_the_window(model_type: str) -> None:
     decodes_over_the_edge(Decode(model_type))
 
 
+@pytest.mark.slow
 def test_two_graphs_decode_over_the_edge_of_the_window_of_one_layer() -> None:
     decodes_over_the_edge(Decode("mistral", num_hidden_layers=1))
 

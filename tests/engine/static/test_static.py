@@ -66,6 +66,7 @@ def test_others_that_cannot_be_paged_are_right(model_type: str) -> None:
         assert is_static_and_right(engine)
 
 
+@pytest.mark.slow
 def test_of_several_modes_it_takes_one_that_the_device_has() -> None:
     config = replace(CONFIG, options=CompileOptions(lowering="inline", mode=("full", "compile")))
     with Engine(tiny("bloom"), select_device("cpu"), config) as engine:
@@ -136,6 +137,7 @@ def test_one_sequence_holds_the_cache() -> None:
     runner.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("model_type", "found"),
     [("rwkv", "its forward takes no cache object"), ("gpt_neo", "it differs from its forward without a cache by")],

@@ -39,6 +39,7 @@ def test_a_length_that_was_asked_for_stays_what_it_was() -> None:
     assert (int(before), int(cache.get_seq_length()), int(cache.get_query_offset())) == (3, 4, 4)
 
 
+@pytest.mark.slow
 def test_a_prompt_begins_without_the_states_of_the_call_before_and_can_be_traced() -> None:
     """transformers notes in a dict of Python's that a layer has a state, which no replay of a graph would."""
     config = tiny_config("mamba2", num_hidden_layers=1)

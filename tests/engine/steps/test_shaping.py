@@ -113,6 +113,7 @@ def check(completion: Completion, params: SamplingParams) -> None:
         assert row[token] >= row.max() - 1e-4, f"token {index}"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("fields", PARAMS.values(), ids=PARAMS)
 def test_the_engine_chooses_from_shaped_logits_and_leaves_its_mates_alone(engine: Engine, fields: Any) -> None:
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 7], [9, 8, 7, 6]]
@@ -138,6 +139,7 @@ def test_min_tokens_holds_an_end_back_in_the_engine(engine: Engine) -> None:
     assert len(held.token_ids) >= 6 and not {*held.token_ids[:5]} & {*ends.stop_token_ids}
 
 
+@pytest.mark.cases(1)
 def test_min_p_of_one_takes_the_most_likely_however_hot(engine: Engine) -> None:
     (plain,) = engine.generate([[5, 6, 7]], GREEDY)
     hot = replace(GREEDY, temperature=2.0, seed=1)
@@ -145,6 +147,7 @@ def test_min_p_of_one_takes_the_most_likely_however_hot(engine: Engine) -> None:
     assert engine.generate([[5, 6, 7]], replace(hot, min_p=1.0))[0].token_ids == plain.token_ids
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("hot", [False, True])
 def test_logprobs_are_the_models_and_change_no_token(engine: Engine, hot: bool) -> None:
     params = replace(GREEDY, temperature=1.5, seed=4) if hot else GREEDY

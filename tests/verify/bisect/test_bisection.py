@@ -71,6 +71,7 @@ def implementation(fn: Callable[..., Any], op: str = RMS_NORM.qualified_name) ->
     return OpImplementation(op=op, name="acme_kernel", fn=fn)
 
 
+@pytest.mark.slow
 def test_what_is_right_passes_and_says_how_much_was_judged() -> None:
     found = bisect([stack()], lowered_with(nothing, ops=(implementation(rms_norm),)), [LIFT_RMS_NORM])
     assert found.passed and found.faults == () and found.headline().startswith("within the criterion")
@@ -83,6 +84,7 @@ def test_what_is_right_passes_and_says_how_much_was_judged() -> None:
     assert sampled.passed and step(sampled, "pass").num_sites == 1
 
 
+@pytest.mark.slow
 def test_a_pass_that_raises_and_one_that_breaks_the_graph_are_faults() -> None:
     def breaks(graph: fx.GraphModule) -> list[str]:
         graph.graph.erase_node(graph.graph.find_nodes(op="output")[0])
@@ -160,6 +162,7 @@ def raising(*args: Any, **options: Any) -> Tensor:
     raise RuntimeError("invalid launch")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("wrong", [wrong_eps, raising], ids=["eps", "raises"])
 def test_a_wrong_op_implementation_is_named_with_its_node(wrong: Callable[..., Any]) -> None:
     found = bisect([stack()], cpu(ops=(implementation(wrong),)), [LIFT_RMS_NORM], lowering="inline")
@@ -261,6 +264,7 @@ def replaced(target: object, new: Callable[..., Any], index: int) -> Callable[[f
     return change
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("new", "reason"),
     [(nn.functional.gelu, "error over bound"), (raising, "it raised RuntimeError: invalid launch")],
@@ -321,6 +325,7 @@ def test_the_model_itself_is_the_last_judge_and_its_caches_are_kept() -> None:
     assert model.writes.item() == 0
 
 
+@pytest.mark.slow
 def test_several_phases_are_judged_one_after_the_other() -> None:
     wrong = fusion(lambda context, node: _wrong(context, node), name="acme_norm")
     found = bisect([stack(name="prefill"), stack(name="decode")], cpu(), [wrong], lowering="inline")

@@ -39,6 +39,10 @@ def core_open_device(context):
     return parts()
 """
 LYING = str(Path(__file__).parents[2] / "data/lying_ops.py")
+FIRST_CALLS = {
+    "wrong_strides": ["result 0 has strides (1, 5), and the fake says (8, 1)"],
+    "writes": ["writes its argument 'x', which the schema does not declare"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +62,14 @@ def test_the_library_and_the_device_are_named(checked: LibraryCheck) -> None:
     assert [each.op for each in checked.ops] == sorted(each.op for each in checked.ops) and len(checked.ops) == 19
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["true_copy", "true_linear", "true_scale", "true_rows"])
 def test_true_fakes_agree(ops: dict[str, OpCheck], name: str) -> None:
     assert (ops[name].verdict, ops[name].lies, ops[name].reason) == ("agrees", (), "")
     assert ops[name].calls >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "first"),
     [
@@ -86,6 +92,7 @@ def test_each_kind_of_lie_is_told_once_with_its_call(ops: dict[str, OpCheck], na
     assert len(check.lies) <= 2, "the same lie about other sizes is one lie"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "verdict", "reason"),
     [
@@ -116,6 +123,14 @@ def test_declared_samples_come_first_and_the_fakes_of_the_device_are_tested() ->
     }
     assert {verdicts[name].verdict for name in untrue} == {"lies"}
     assert verdicts["rotary_embedding_cpu"].calls == 3
+
+
+@pytest.mark.filterwarnings("ignore:Tensor.mT is deprecated")
+def test_a_lie_is_told_of_the_first_call() -> None:
+    """The same in this process, of a few ops."""
+    opened = _Library(cpu(), _load(LYING))
+    told = {name: _fake_worker._call(opened, f"lying_ops::{name}", 0, run=True) for name in ("true_copy", *FIRST_CALLS)}
+    assert {name: each["differences"] for name, each in told.items()} == {"true_copy": [], **FIRST_CALLS}
 
 
 def test_an_op_of_another_device_is_not_called() -> None:

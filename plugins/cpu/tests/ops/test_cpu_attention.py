@@ -60,6 +60,7 @@ def test_cases_agree_with_the_reference(case: str) -> None:
     check(steps(**CASES[case]))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -71,6 +72,7 @@ def test_long_contexts_agree_with_the_reference(case: Call, dtype: torch.dtype) 
     check(steps(LONG, sizes=(24, 40), page=16, dtype=dtype, **case))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("group", [1, 3, 8, 12])
 def test_a_single_long_sequence_is_shared_out(group: int) -> None:

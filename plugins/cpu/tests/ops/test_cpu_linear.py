@@ -52,6 +52,7 @@ def test_samples_agree_with_the_reference(dtype: torch.dtype) -> None:
     check(LINEAR, linear, [sample.kwargs for sample in LINEAR.samples(dtype, CPU)], CPU)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_of_rows(dtype: torch.dtype) -> None:
@@ -62,6 +63,7 @@ def test_every_number_of_rows(dtype: torch.dtype) -> None:
         check(LINEAR, linear, [operands(rows, 83, 4133, dtype)], CPU)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weights_whose_columns_are_runs_of_memory(dtype: torch.dtype) -> None:
@@ -131,6 +133,7 @@ def test_more_rows_than_the_kernel_is_for_are_torchs() -> None:
     assert not torch.equal(linear(**call), functional.linear(*call.values()))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_more_rows_are_right_however_the_weight_is_divided(dtype: torch.dtype) -> None:
     """Where torch's product of a dtype is slow, parts of the weight are widened for it: several, the last one smaller,
@@ -164,6 +167,7 @@ def test_many_rows_are_widened_where_the_condition_says_so() -> None:
         assert torch.equal(linear(**call), wide if dtype in widened() else functional.linear(*call.values()))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("wins", ["cpu_linear", "torch_linear"])
 def test_each_shape_is_timed_against_torchs_product(wins: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def least(self: Measurer, runs: dict[str, Any]) -> dict[str, float]:
@@ -203,6 +207,7 @@ def started(model: nn.Module, dtype: torch.dtype, lowering: str, bound: list[Ten
     return compile_with(model, core.select_device("cpu"), relocate=bound.extend, **given)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("dtype", "lowering"),
     [

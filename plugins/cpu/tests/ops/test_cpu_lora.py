@@ -22,12 +22,14 @@ def call_of(rows: int, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
     return lora_call(Draw(dtype, CPU, 5), (rows,), 83, options.pop("sizes", (203,)), **options)
 
 
+@pytest.mark.cases(3)
 @both
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_samples_agree_with_the_reference(dtype: torch.dtype, kernel: Any) -> None:
     check(ADD_LORA, kernel, [sample.kwargs for sample in ADD_LORA.samples(dtype, CPU)], CPU)
 
 
+@pytest.mark.cases(2)
 @both
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_of_rows_and_ranks_that_no_vector_divides(dtype: torch.dtype, kernel: Any) -> None:

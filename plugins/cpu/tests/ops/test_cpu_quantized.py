@@ -61,6 +61,7 @@ def test_samples_agree_with_the_reference(dtype: torch.dtype) -> None:
     check(QUANTIZED_LINEAR, quantized_linear, taken, CPU)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("zeros", ["", "x", "w", "xw"])
 def test_sums_are_exact(zeros: str, num_threads: int) -> None:

@@ -44,6 +44,7 @@ def sample(op: CanonicalOp, name: str, dtype: torch.dtype = torch.float32) -> di
     return next(dict(each.kwargs) for each in op.samples(dtype, CPU) if each.name == name)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @EACH
 def test_calls_agree_with_the_reference_and_give_the_same_bits_whatever_the_threads(

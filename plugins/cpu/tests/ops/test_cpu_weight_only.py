@@ -59,6 +59,7 @@ def asked(**args: Any) -> str | None:
     return why_not(OpCall(op="core::weight_only_linear", args=args))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("limit", [0, NO_LIMIT], ids=["tiles", "registers"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_samples_agree_with_the_reference(dtype: torch.dtype, limit: int) -> None:
@@ -69,6 +70,7 @@ def test_samples_agree_with_the_reference(dtype: torch.dtype, limit: int) -> Non
     check(WEIGHT_ONLY_LINEAR, weight_only_linear, taken, CPU)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_of_rows(dtype: torch.dtype, layout: tuple[int, int | None, bool]) -> None:

@@ -43,6 +43,7 @@ def verdict(call: Call, **wrong: Any) -> Verdict:
     return judge(run(copied(call) | wrong), eager(truth, acc), oracle(truth))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_sample_agrees_with_the_oracle(name: str, dtype: torch.dtype) -> None:
@@ -234,6 +235,7 @@ def test_what_a_quantised_cache_costs_is_the_rounding_of_its_codes() -> None:
     assert 2**-7 < off < 2**-3  # half of 2**-3 is how far a code is off at most, relative to it
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["decode padded", "window 3", "sinks", "additive mask per head"])
 def test_torch_accepts_the_registration(name: str) -> None:
     call = sample(name)
@@ -331,6 +333,7 @@ _SIGHTS: list[Call] = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(layouts())
 def test_any_layout_agrees_with_the_oracle(call: Call) -> None:

@@ -51,6 +51,7 @@ def faked(op: CanonicalOp, call: Call) -> tuple[Tensor, ...]:
     return found
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @every_sample
 def test_it_is_an_attention_and_a_quantisation_in_every_bit(op: CanonicalOp, name: str, dtype: torch.dtype) -> None:
@@ -111,6 +112,7 @@ NEAR_MISSES: dict[str, tuple[Call, str]] = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", NEAR_MISSES)
 @each_op
 def test_other_arguments_are_refused_by_kernel_and_fake(op: CanonicalOp, case: str) -> None:

@@ -155,6 +155,7 @@ def test_no_mask_is_a_mask_that_hides_nothing() -> None:
     assert torch.equal(run(OP, call | {"mask": torch.ones(11, dtype=torch.bool)})[0], run(OP, call)[0])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_accepts_the_registration(name: str) -> None:
     torch.library.opcheck(OP.overload, (), sample(OP, name))

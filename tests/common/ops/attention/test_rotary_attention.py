@@ -107,6 +107,7 @@ def test_the_fake_gives_the_metadata_of_the_real_one(name: str, dtype: torch.dty
     assert (fake.shape, fake.dtype, fake.device, fake.stride()) == (real.shape, real.dtype, real.device, real.stride())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["decode padded", "going on wide", "gemma3", "sinks"])
 def test_torch_accepts_the_registration(name: str) -> None:
     call = sample(name)

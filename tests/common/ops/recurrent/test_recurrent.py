@@ -154,6 +154,7 @@ def judged(op: CanonicalOp, call: Call) -> None:
             assert verdict.passed, verdict
 
 
+@pytest.mark.cases(3)
 @DTYPES
 @pytest.mark.parametrize(("op", "name"), CASES)
 def test_each_sample_agrees_with_transformers(op: CanonicalOp, name: str, dtype: torch.dtype) -> None:
@@ -199,6 +200,7 @@ def test_rows_are_independent(op: CanonicalOp) -> None:
     torch.testing.assert_close(rows_of(alone), rows_of(call)[2:3])
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("op", "name"), CASES)
 def test_torch_accepts_the_registration(op: CanonicalOp, name: str) -> None:
     call = sample(op, name)
@@ -206,6 +208,7 @@ def test_torch_accepts_the_registration(op: CanonicalOp, name: str) -> None:
     torch.library.opcheck(op.overload, (), call, test_utils=checks)
 
 
+@pytest.mark.cases(1)
 @EACH
 def test_torch_compiles_the_op(op: CanonicalOp) -> None:
     torch.library.opcheck(

@@ -253,6 +253,7 @@ def test_qk_norm_rotary_is_the_models_own(norm: Any, eps: float, tokens: int, dt
     assert_bitwise(QK_NORM_ROTARY, call, eager)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("op", [ROTARY, ROTARY_SINGLE, QK_NORM_ROTARY], ids=lambda op: op.name)
 def test_every_sample_has_errors_of_rounding_only(op: Any, dtype: torch.dtype) -> None:

@@ -190,6 +190,7 @@ def ops(graph: TracedGraph) -> list[Any]:
     return [node for node in graph.module.graph.nodes if node.target is DENSE_ATTENTION.overload]
 
 
+@pytest.mark.cases(2)
 @DTYPES
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_is_lifted_and_right(spelling: str, dtype: torch.dtype) -> None:
@@ -205,6 +206,7 @@ def test_every_spelling_is_lifted_and_right(spelling: str, dtype: torch.dtype) -
     )
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("spelling", ["one op", "one op, boolean mask", "one op, one head", "written out", "soft-cap"])
 def test_repeated_keys_and_values_are_read_where_they_come_from(spelling: str) -> None:
     graph, _ = lift(SPELLINGS[spelling][0], inputs_of(torch.bfloat16))
@@ -215,6 +217,7 @@ def test_repeated_keys_and_values_are_read_where_they_come_from(spelling: str) -
     assert len(graph.module.graph.find_nodes(op="call_method", target="expand")) == 0
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("spelling", ["one op", "written out", "soft-cap", "sinks", "divided"])
 def test_without_an_implementation_the_original_comes_back_bit_by_bit(spelling: str) -> None:
     inputs = inputs_of(torch.bfloat16)
@@ -224,6 +227,7 @@ def test_without_an_implementation_the_original_comes_back_bit_by_bit(spelling: 
     assert torch.equal(graph.module(*graph.values(inputs))[0], SPELLINGS[spelling][0](**inputs))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("spelling", ["one op", "written out", "bias and mask"])
 def test_the_number_of_sequences_may_be_symbolic(spelling: str) -> None:
     inputs = inputs_of(torch.float32)
@@ -274,6 +278,7 @@ NEAR_MISSES: dict[str, tuple[Model, str]] = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", NEAR_MISSES)
 def test_near_misses_are_left_alone_with_the_reason(case: str) -> None:
     model, reason = NEAR_MISSES[case]
@@ -289,6 +294,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     return torch.softmax(q, -1) @ (torch.softmax(repeat(k), 2).transpose(2, 3) @ repeat(v))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "model",
     [
@@ -313,6 +319,7 @@ def test_heads_repeated_in_another_order_stay_repeated() -> None:
     assert report.matched == 1 and node.args[1].target == node.args[2].target == "repeat"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("spelling", ["written out", "flat", "soft-cap", "alibi", "masked_fill"])
 def test_what_is_written_out_is_lifted_from_aten_graphs_too(spelling: str) -> None:
     inputs, model = inputs_of(torch.float32), SPELLINGS[spelling][0]

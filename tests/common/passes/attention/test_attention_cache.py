@@ -79,6 +79,7 @@ def left(graph: TracedGraph) -> list[Any]:
     return [node for node in graph.module.graph.nodes if str(node.target) in ("index_copy_", "expand", "softmax")]
 
 
+@pytest.mark.cases(2)
 @DTYPES
 @pytest.mark.parametrize("eager", [False, True], ids=["one op", "written out"])
 def test_attention_takes_in_both_writes(eager: bool, dtype: torch.dtype) -> None:
@@ -127,6 +128,7 @@ class Returned(Layer):
         return self.keys.index_copy_(-2, positions, k), self.values.index_copy_(-2, positions, v)
 
 
+@pytest.mark.cases(2)
 @DTYPES
 @pytest.mark.parametrize("spelling", [Indexed, Returned])
 def test_other_spellings_of_the_write(spelling: type[Layer], dtype: torch.dtype) -> None:

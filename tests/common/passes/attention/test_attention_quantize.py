@@ -114,6 +114,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotated", [True, False], ids=["rotation inside", "rotation apart"])
 @pytest.mark.parametrize(("name", "scheme", "dtype", "kv"), slow_except(MODELS, MODELS[0]), ids=str)
 def test_each_layer_of_a_model_is_fused_and_no_bit_changes(
@@ -143,6 +144,7 @@ def test_each_layer_of_a_model_is_fused_and_no_bit_changes(
     assert all(same(old, run_graph(restored, each)) for (old, _), each in zip(runs, values, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_except((F32, BF16), F32), ids=str)
 def test_the_numbers_stay_those_of_the_model(dtype: torch.dtype) -> None:
     graph = graph_of("llama", "fp8-static", dtype, "auto")
@@ -171,6 +173,7 @@ def test_a_device_that_makes_no_scale_of_all_heads_gets_the_two_ops_back_and_cut
     assert cut == ["core::rotary_attention"] * 2
 
 
+@pytest.mark.slow
 def test_piecewise_graphs_are_cut_at_the_op() -> None:
     module, *_ = rewritten(graph_of("llama", "fp8-static", F32, "auto"), BRINGS)
     own = OpImplementation(
@@ -224,6 +227,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("form", FORMS)
@@ -243,6 +247,7 @@ def test_every_form_is_fused(form: str, options: str, dtype: torch.dtype) -> Non
     assert not [n for n in module.graph.nodes if n.target in ("flatten", "reshape", "contiguous")]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_rotation_before_and_a_cache_of_codes_are_no_obstacle(options: str) -> None:
     given = dict(OPTIONS[options])
@@ -258,6 +263,7 @@ def test_a_rotation_before_and_a_cache_of_codes_are_no_obstacle(options: str) ->
     assert node.kwargs["k_scale"] is not None and node.kwargs["v_scale"] is not None
 
 
+@pytest.mark.slow
 def test_symbolic_token_counts_are_no_obstacle() -> None:
     dims = {name: [1] for name in ("query", "key", "value", "cos", "sin")} | {"slot_mapping": [0]}
 
@@ -287,6 +293,7 @@ class Positional(nn.Module):
         return self.module(*given.values())
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_pass_owe_a_match_each() -> None:
     found = list(examples())
     assert len(found) == 3
@@ -295,6 +302,7 @@ def test_the_examples_of_the_pass_owe_a_match_each() -> None:
         assert report.matched == 1
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("model", NEAR_MISSES, ids=lambda model: model.__name__)
 def test_near_misses_stay_as_they_are_with_the_reason(model: Callable[..., Any]) -> None:
     module = Cached(model, F32)

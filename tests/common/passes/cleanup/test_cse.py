@@ -59,6 +59,7 @@ SHARED: dict[str, tuple[Callable[[Tensor], Any], int]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", SHARED)
 def test_equal_calls_are_made_once(case: str, dtype: torch.dtype) -> None:
@@ -79,6 +80,7 @@ DIFFERENT: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_unequal_calls_stay(case: str) -> None:
     _, report = check(DIFFERENT[case])
@@ -199,6 +201,7 @@ def test_values_that_are_not_known_stay() -> None:
     assert report.matched == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_except(DTYPES, torch.bfloat16), ids=str)
 def test_a_model_keeps_every_bit_and_every_write_of_its_cache(dtype: torch.dtype) -> None:
     pytest.importorskip("transformers", reason="needs the extra 'hf'")

@@ -106,6 +106,7 @@ KEPT: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", KEPT)
 def test_what_computes_something_stays(case: str) -> None:
     function = KEPT[case]
@@ -196,6 +197,7 @@ RETURNED: dict[str, tuple[Callable[[Tensor], Any], int]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case", RETURNED)
 def test_outputs_share_memory_with_nothing_they_did_not_share_it_with(case: str) -> None:
     function, removed = RETURNED[case]

@@ -47,6 +47,7 @@ class PostNorm(Sharded):
         return x
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("reduce", [layers.in_place, layers.functional, layers.canonical], ids=lambda f: f.__name__)
 def test_every_sum_goes_with_the_add_and_the_norm_after_it(reduce: Any, group: str) -> None:
     graph = traced(Sharded(3, reduce=reduce), X)
@@ -63,6 +64,7 @@ def test_norms_before_the_add_have_an_op_of_their_own() -> None:
     assert rewritten(graph)[NAME].matched == 2 and names(graph) == ["all_reduce_rms_norm"] * 2
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("disable", [(), ("fuse_add_rms_norm_quantize",)], ids=["joined before", "two ops"])
 @pytest.mark.parametrize(
     ("codes", "op"),
@@ -78,6 +80,7 @@ def test_codes_of_the_norm_go_with_it(codes: Any, op: str, disable: tuple[str, .
     assert names(graph) == ["rms_norm", "all_reduce_add_rms_norm", op]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("codes", [layers.codes_fp8, layers.codes_fp4], ids=["fp8", "fp4"])
 def test_codes_of_a_norm_that_others_read_stay_apart(codes: Any) -> None:
     graph = traced(Ending(lambda x: (*codes(x), x.sin())), X)
@@ -85,6 +88,7 @@ def test_codes_of_a_norm_that_others_read_stay_apart(codes: Any) -> None:
     assert names(graph)[1:3] == ["all_reduce_add_rms_norm"] * 2 and names(graph)[3].startswith("quantize")
 
 
+@pytest.mark.slow
 def test_without_an_implementation_the_model_is_what_it_was() -> None:
     graph, plain = traced(Ending(layers.codes_fp8), X), traced(Ending(layers.codes_fp8), X)
     rewritten(graph)
@@ -120,6 +124,7 @@ class NoNorm(Sharded):
         return self.reduce(self.layer(0, x)).cos()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
@@ -140,6 +145,7 @@ def limited(**params: int) -> list[Any]:
     return [replace(each, params=params) if each.name == NAME else each for each in COMMON_PASSES]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
@@ -156,6 +162,7 @@ def test_limits_are_parameters(params: dict[str, int], reason: str) -> None:
     assert report.uuid != FUSE_ALL_REDUCE_NORM.uuid()
 
 
+@pytest.mark.slow
 def test_bytes_of_open_sizes_are_those_of_the_largest_bucket() -> None:
     for sizes, matched, reason in (((4, 8), 1, ""), ((4, 16), 0, "has 2048 bytes"), ((), 0, "asks about a symbolic")):
         graph = traced(Sharded(1), X, dynamic={"x": [1]})

@@ -35,6 +35,7 @@ def split(graph: Any, **options: Any) -> Any:
     return rewritten(graph, **{"enable": (NAME,), "disable": ("async_tensor_parallel",), **options})
 
 
+@pytest.mark.slow
 def test_the_residual_stays_split_from_the_first_layer_to_the_last() -> None:
     graph = traced(Sharded(3), X)
     report = split(graph)[NAME]
@@ -56,6 +57,7 @@ def test_norms_before_the_add_are_split_each_by_itself() -> None:
     assert names(graph) == ["reduce_scatter", "rms_norm", "all_gather"] * 2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("disable", [(), ("fuse_add_rms_norm_quantize",)], ids=["joined before", "two ops"])
 def test_codes_are_gathered_where_the_norm_gives_them(disable: tuple[str, ...]) -> None:
     graph = traced(Ending(layers.codes_fp8), X)
@@ -95,6 +97,7 @@ def test_what_is_no_site_stays_with_the_reason(model: type[Sharded], reason: str
     assert "reduce_scatter" not in names(graph)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("shape", "dim"), [((1, 6, SIZE), 1), ((4, 1, SIZE), 0), ((8, SIZE), 0), ((3, 2, SIZE), 1)])
 def test_the_first_dimension_that_is_divided_is_cut(shape: tuple[int, ...], dim: int) -> None:
     graph = traced(Sharded(1), drawn(*shape))
@@ -103,6 +106,7 @@ def test_the_first_dimension_that_is_divided_is_cut(shape: tuple[int, ...], dim:
     assert node.args[2] == dim
 
 
+@pytest.mark.slow
 def test_odd_numbers_of_tokens_stay_whole_and_are_fused_instead() -> None:
     graph = traced(Sharded(2), drawn(1, 5, SIZE))
     reports = split(graph)
@@ -111,6 +115,7 @@ def test_odd_numbers_of_tokens_stay_whole_and_are_fused_instead() -> None:
     assert reports[NAME].near_misses[0].reason == wanted
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("sizes", "matched", "reason"),
     [
@@ -139,6 +144,7 @@ def test_buckets_are_told_apart_by_their_bytes_and_by_whether_they_are_divided()
     assert not list(PassManager(passes).told_apart(graph.module, sizes))
 
 
+@pytest.mark.slow
 def test_the_least_number_of_bytes_is_a_parameter() -> None:
     for least, matched in ((6 * SIZE * 4, 1), (6 * SIZE * 4 + 1, 0)):
         limits = {"least_bytes_of_2": least}
@@ -156,6 +162,7 @@ def overlapped(model: Any, x: Tensor, **options: Any) -> Any:
     return graph, rewritten(graph, enable=(NAME,), sizes=(4, 8) if options else ())["async_tensor_parallel"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"dynamic": {"x": [1]}}], ids=["fixed", "open"])
 def test_products_go_with_the_collectives_next_to_them(options: Any) -> None:
     graph, report = overlapped(Sharded(3), X, **options)
@@ -168,6 +175,7 @@ def test_products_go_with_the_collectives_next_to_them(options: Any) -> None:
 ALL_OPS = frozenset(declared_ops())
 
 
+@pytest.mark.slow
 def test_a_gated_product_goes_with_the_gathering_and_leaves_its_gate() -> None:
     graph = traced(Gated(3), X)
     report = rewritten(graph, enable=(NAME,), implemented=ALL_OPS)["async_tensor_parallel"]
@@ -178,6 +186,7 @@ def test_a_gated_product_goes_with_the_gathering_and_leaves_its_gate() -> None:
     assert len(gates) == 2 and all(n.kwargs["kind"] == "gelu" and not n.kwargs["gate_first"] for n in gates)
 
 
+@pytest.mark.slow
 def test_a_gated_product_stays_where_no_implementation_would_take_the_pair() -> None:
     for implemented in (None, ALL_OPS - {"core::all_gather_linear"}):
         graph = traced(Gated(3), X)

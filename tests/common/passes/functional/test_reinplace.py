@@ -172,6 +172,7 @@ FREE = [
 ]
 
 
+@pytest.mark.cases(3)
 @both
 @pytest.mark.parametrize("forward", FREE, ids=lambda each: each.__name__)
 def test_no_copy_is_left(forward: Callable[..., Any], form: Form) -> None:
@@ -180,6 +181,7 @@ def test_no_copy_is_left(forward: Callable[..., Any], form: Form) -> None:
     assert found.done.functionalized == len(found.done.sites) > 0
 
 
+@pytest.mark.cases(2)
 @both
 @pytest.mark.parametrize("forward", [joined_projection, split_projection, temporary], ids=lambda f: f.__name__)
 def test_no_copy_is_left_of_any_number_of_rows(forward: Callable[..., Any], form: Form) -> None:
@@ -199,6 +201,7 @@ def test_what_a_model_copies_itself_stays(form: Form) -> None:
     assert found.done.clones == ()
 
 
+@pytest.mark.cases(1)
 @both
 def test_ops_are_called_as_the_model_calls_them(form: Form) -> None:
     """On the memory of the model: the cache itself and the views that were there, with no more than it gave."""
@@ -246,6 +249,7 @@ def no_clones(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
 
 
+@pytest.mark.cases(2)
 @both
 @pytest.mark.parametrize(
     ("forward", "copies", "reason"),

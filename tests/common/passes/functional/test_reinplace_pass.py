@@ -119,6 +119,7 @@ def test_ops_that_only_write_their_result() -> None:
 # --- the pass
 
 
+@pytest.mark.cases(2)
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_pass_counts_and_keeps_the_numbers(form: Form, dtype: torch.dtype) -> None:

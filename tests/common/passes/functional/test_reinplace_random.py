@@ -136,6 +136,7 @@ def shuffle(module: fx.GraphModule, seed: int) -> None:
 programs = st.lists(st.sampled_from(CHOICES), min_size=4, max_size=14)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), kinds=programs)

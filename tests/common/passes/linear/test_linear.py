@@ -66,6 +66,7 @@ class Fused:
         assert all(map(torch.equal, *runs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "dtype"),
     slow_except(product(("---", "b-b"), (torch.float32, torch.bfloat16)), ("b-b", torch.float32)),
@@ -88,6 +89,7 @@ def test_every_linear_of_a_decoder_becomes_one_of_two_ops(kinds: str, dtype: tor
     assert all(node.kwargs["kind"] == "silu" and node.kwargs["gate_first"] for node in gated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_except((torch.float32, torch.bfloat16), torch.bfloat16), ids=str)
 def test_what_no_implementation_takes_is_a_plain_linear_again(dtype: torch.dtype) -> None:
     found = Fused(Decoder(2, dtype=dtype), tokens(dtype))
@@ -99,6 +101,7 @@ def test_what_no_implementation_takes_is_a_plain_linear_again(dtype: torch.dtype
     found.assert_equal(found.module, restored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("implemented", "num_ops"),
     slow_except(
@@ -151,6 +154,7 @@ def test_options_of_the_gate_are_kept() -> None:
     assert node.kwargs == options and node.args[2] is not None
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("other", "reasons"),
     [

@@ -29,6 +29,7 @@ def linears(merged: Merged) -> list[fx.Node]:
     return [n for n in merged.graph.module.graph.nodes if getattr(n.target, "__name__", "") == "linear"]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kinds", ["---", "bbb", "b-b"])
 def test_projections_of_one_input_become_one(kinds: str, dtype: torch.dtype) -> None:
@@ -42,6 +43,7 @@ def test_projections_of_one_input_become_one(kinds: str, dtype: torch.dtype) -> 
     merged.check_numbers()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_verification_judges_every_merged_group(dtype: torch.dtype) -> None:
     graph, x = trace(Decoder(2, kinds="b-b", dtype=dtype), {"x": tokens(dtype)}), tokens(dtype)
@@ -177,6 +179,7 @@ UNFIT: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case", UNFIT)
 def test_what_can_not_be_merged_is_left_alone_with_the_reason(case: str) -> None:
     function, reason = UNFIT[case]
@@ -215,6 +218,7 @@ def test_undoing_it_leaves_graph_and_model_right() -> None:
     assert report.matched == 4 and len(constants.added) == 2 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_except(DTYPES, torch.bfloat16), ids=str)
 def test_a_model_with_a_static_cache_keeps_its_writes(dtype: torch.dtype, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the extra 'hf'")

@@ -62,6 +62,7 @@ class Merged:
         return [node.kwargs["sizes"] for node in self.graph.module.graph.nodes if node.target is target]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_projections_have_one_call_and_gates_read_it_whole(dtype: torch.dtype) -> None:
     model = Decoder(2, dtype=dtype)

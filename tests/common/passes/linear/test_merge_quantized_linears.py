@@ -57,6 +57,7 @@ def memory(tensors: Any) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("scheme", "kinds"),
@@ -81,6 +82,7 @@ def test_projections_of_the_same_codes_become_one(scheme: str, kinds: str, dtype
     assert memory(merged.constants.tensors()) == merged.bytes_before + zeros
 
 
+@pytest.mark.slow
 def test_weights_loaded_in_place_reach_the_merged_graph() -> None:
     model, other = (quantize(Decoder(1), "fp8") for _ in range(2))
     for name, tensor in other.state_dict().items():
@@ -128,6 +130,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", SHAPES)
 def test_scales_of_weights_are_joined_as_they_are_or_spread(name: str) -> None:
     first, second, whole, shared = SHAPES[name]

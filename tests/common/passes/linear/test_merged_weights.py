@@ -83,6 +83,7 @@ def merge_tracked(model: nn.Module) -> tuple[Allocations, int]:
     return allocations, report.matched
 
 
+@pytest.mark.slow
 def test_no_weight_is_held_twice() -> None:
     allocations, matched = merge_tracked(Decoder(12))
     assert matched == 24
@@ -90,6 +91,7 @@ def test_no_weight_is_held_twice() -> None:
     assert allocations._bytes() <= 1.01 * allocations.at_start
 
 
+@pytest.mark.slow
 def test_the_count_of_memory_sees_what_is_held_on_to(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Tensor] = []
     real = torch.cat
@@ -98,6 +100,7 @@ def test_the_count_of_memory_sees_what_is_held_on_to(monkeypatch: pytest.MonkeyP
     assert matched == 24 and allocations.peak / allocations.at_start > 1.5
 
 
+@pytest.mark.slow
 def test_a_second_graph_of_the_model_binds_the_same_memory() -> None:
     model = Decoder(2, kinds="b-b")
     first, second = Merged(model, tokens(num=5)), Merged(model, tokens(num=1))

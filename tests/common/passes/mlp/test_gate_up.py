@@ -27,6 +27,7 @@ def calls(module: fx.GraphModule, target: object) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.target is target]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gate_of_merged_projections_reads_them_whole(dtype: torch.dtype) -> None:
     x = tokens(dtype)

@@ -56,6 +56,7 @@ ACTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("act", ACTS)
 def test_every_activation_of_two_projections_is_lifted(act: str, dtype: torch.dtype) -> None:
@@ -101,6 +102,7 @@ HALVES: dict[str, tuple[Callable[[Tensor], Any], bool, bool]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spelling", HALVES)
 def test_halves_of_one_projection_are_one_operand(spelling: str, dtype: torch.dtype) -> None:
@@ -136,6 +138,7 @@ def test_other_parts_of_one_tensor_stay_two_operands(spelling: str) -> None:
     assert result.is_equal
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("limits", [(7.0, 7.0), (2.5, 2.5), (7.0, 5.0)], ids=str)
 def test_bounds_and_an_offset_are_part_of_the_op_where_they_are_its_own(
@@ -180,6 +183,7 @@ OUTPUT_GATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spelling", OUTPUT_GATES)
 def test_the_gate_of_what_attention_gives_is_lifted(spelling: str, dtype: torch.dtype) -> None:
@@ -227,6 +231,7 @@ NEAR_MISSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", NEAR_MISSES)
 def test_near_misses_are_left_alone_with_the_reason(case: str) -> None:
     function, reason = NEAR_MISSES[case]
@@ -262,6 +267,7 @@ OUTPUT_GATED = {"qwen3_next": 1, "afmoe": 2}
 """How many layers of a tiny model scale what attention gives by the sigmoid of a projection."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), slow_except(product(OUTPUT_GATED, DTYPES), ("qwen3_next", BF16)), ids=str)
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
 def test_gates_of_models_attention_are_lifted_and_no_bit_changes(name: str, dtype: torch.dtype) -> None:
@@ -275,6 +281,7 @@ def test_gates_of_models_attention_are_lifted_and_no_bit_changes(name: str, dtyp
 MODELS = ("llama", "gemma3_text", "phi3", "moshi")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"), slow_except(product(MODELS, DTYPES), ("phi3", F32), ("gemma3_text", BF16)), ids=str
 )

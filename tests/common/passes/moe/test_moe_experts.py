@@ -194,6 +194,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.cases(2)
 @DTYPES
 @pytest.mark.parametrize("wide", [False, True], ids=["own weights", "fp32 weights"])
 @pytest.mark.parametrize("form", FORMS)
@@ -223,6 +224,7 @@ def test_a_device_without_the_op_runs_what_the_model_wrote(dtype: torch.dtype) -
     assert torch.equal(run_graph(graph.module, values).outputs[0], before)
 
 
+@pytest.mark.cases(1)
 @DTYPES
 def test_an_accelerator_without_the_op_gets_no_code_that_reads_on_the_host(dtype: torch.dtype) -> None:
     inputs = {name: value.to("meta") for name, value in inputs_of(dtype).items()}
@@ -280,6 +282,7 @@ NEAR_MISSES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", NEAR_MISSES)
 def test_near_misses_stay_and_say_why(case: str) -> None:
     options, reason = NEAR_MISSES[case]
@@ -311,6 +314,7 @@ def test_experts_in_another_order_are_near_misses() -> None:
     assert "by matrices of its experts" in miss.reason
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.parametrize(
     ("name", "dtype"),

@@ -127,6 +127,7 @@ def routes(graph: TracedGraph) -> list[fx.Node]:
     return [node for node in graph.module.graph.nodes if node.target is MOE_ROUTE.overload]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_lifted_whole_and_no_bit_changes(form: str, dtype: torch.dtype) -> None:

@@ -36,6 +36,7 @@ def norm(x: Tensor, eps: float = 1e-5) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"), slow_except(product(MODELS, DTYPES), ("phi3", F32), ("olmo2", BF16)), ids=str
 )

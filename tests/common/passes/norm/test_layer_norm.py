@@ -66,6 +66,7 @@ WRITTEN_OUT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spelling", WRITTEN_OUT)
 def test_written_out_it_is_lifted_and_as_exact_as_before(spelling: str, dtype: torch.dtype) -> None:

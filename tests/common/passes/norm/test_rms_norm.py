@@ -58,6 +58,7 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_is_lifted_and_keeps_every_bit(spelling: str, dtype: torch.dtype) -> None:
@@ -143,6 +144,7 @@ def test_the_token_dimension_may_be_symbolic() -> None:
     assert result.is_equal
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("spelling", ["weight after the cast", "one plus weight", "weight cast first", "single op"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_same_matcher_reads_aten_graphs(spelling: str, dtype: torch.dtype) -> None:
@@ -182,6 +184,7 @@ NEAR_MISSES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", NEAR_MISSES)
 def test_near_misses_are_left_alone_with_the_reason(case: str) -> None:
     function, reason = NEAR_MISSES[case]

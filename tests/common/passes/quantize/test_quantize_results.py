@@ -56,6 +56,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "scheme", "dtype"), slow_except(CASES, ("llama", "fp8", F32)), ids=str)
 def test_a_quantised_model_is_fused_whole_and_keeps_its_numbers(
     model_type: str, scheme: str, dtype: torch.dtype
@@ -121,6 +122,7 @@ def fused(function: Callable[..., Any], dtype: torch.dtype = F32, **inputs: Tens
     return graph, reports
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 5, 17])
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def convolution(activation: str | None = "silu", bias: bool = True, dtype: torch
     return step
 
 
+@pytest.mark.cases(2)
 @DTYPES
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("activation", "bias"), [("silu", True), (None, False), ("gelu", True)])
@@ -157,6 +158,7 @@ def delta_rule(state: Tensor, normed: bool = True, **inputs: Tensor) -> tuple[Te
     return out, new
 
 
+@pytest.mark.cases(2)
 @DTYPES
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("group", [1, 2])
@@ -198,6 +200,7 @@ def state_space(state: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> t
     return update(state, x, steps, rates, B, C, spread[0], z=None, dt_bias=spread[1], dt_softplus=True), None
 
 
+@pytest.mark.cases(2)
 @DTYPES
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("groups", [1, 2, HEADS])
@@ -338,6 +341,7 @@ def square_inputs() -> dict[str, Tensor]:
     return {**delta_inputs(torch.float32, 1), "value": draw(ROWS, 1, HEADS, KEYS, seed=9)}
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("change", RULES)
 def test_what_is_no_delta_rule_stays(change: str) -> None:
     found = lifted(rule(change), states_of("", HEADS, KEYS, KEYS), **square_inputs())

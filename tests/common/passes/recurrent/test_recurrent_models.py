@@ -48,6 +48,7 @@ IN_FP32 = ("bailing_hybrid",)
 """Types in fp32, where what follows their delta rule reads the memory that it fills."""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("model_type", slow_except(TYPES, "lfm2"))
 def test_each_state_of_a_model_has_its_op(model_type: str, phase: str) -> None:

@@ -160,6 +160,7 @@ def one_by_one(step: Step, states: Tensor, given: dict[str, Tensor]) -> tuple[Te
     return torch.cat(rows), states
 
 
+@pytest.mark.cases(1)
 @EACH
 @DTYPES
 def test_steps_along_sequences_become_one_op_with_their_numbers(step: Step, op: Any, dtype: torch.dtype) -> None:
@@ -184,6 +185,7 @@ def test_steps_along_sequences_become_one_op_with_their_numbers(step: Step, op: 
     assert torch.equal(after.results[1][[0, 5]], states[[0, 5]])
 
 
+@pytest.mark.cases(2)
 @EACH
 def test_states_that_go_by_other_sequences_stay_stated(step: Step, op: Any) -> None:
     graph = traced(step, states_of(step, torch.float32), inputs(step, torch.float32), written_by=SLOTS)
@@ -195,6 +197,7 @@ def test_states_that_go_by_other_sequences_stay_stated(step: Step, op: Any) -> N
     assert found.value.states_recurrence
 
 
+@pytest.mark.cases(1)
 @DTYPES
 @pytest.mark.parametrize("step", [state_space, scan], ids=lambda step: step.__name__)
 def test_bounds_that_are_stated_with_the_states_are_the_ops(step: Step, dtype: torch.dtype) -> None:
@@ -259,6 +262,7 @@ def in_another_order(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor)
     return torch.matmul(new, c[..., None])[:, list(range(x.shape[1]))[::-1], 0], new
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("step", "reason"),
     [

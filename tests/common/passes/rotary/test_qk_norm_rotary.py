@@ -122,6 +122,7 @@ FORMS: dict[str, tuple[Model, dict[str, Any]]] = {
 EPS = {"qwen": 1e-6, "gemma": 3e-4, "no weights": 1e-5, "heads first": 1e-6, "partial": 3e-4}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_fused_and_no_bit_changes(form: str, dtype: torch.dtype) -> None:
@@ -135,6 +136,7 @@ def test_every_form_is_fused_and_no_bit_changes(form: str, dtype: torch.dtype) -
     assert [tuple(bound[name].meta["example_value"].shape) for name in ("query", "key")] == [(2, 4, 5, 8), (2, 2, 5, 8)]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_device_without_the_op_has_the_models_own_nodes_again(form: str) -> None:
     graph, _ = fused(FORMS[form][0], BF16)
@@ -145,6 +147,7 @@ def test_a_device_without_the_op_has_the_models_own_nodes_again(form: str) -> No
     assert all(map(torch.equal, run(graph, inputs_of(BF16)), control))
 
 
+@pytest.mark.slow
 def test_symbolic_token_counts_are_no_obstacle() -> None:
     dims = {"query": [1], "key": [1], "cos": [1], "sin": [1]}
     _, report = fused(model_of(qwen), BF16, dynamic=dims)
@@ -179,6 +182,7 @@ NEAR_MISSES: dict[str, tuple[Model, str]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case", NEAR_MISSES)
 def test_near_misses_stay_two_ops_with_the_reason(case: str) -> None:
     model, reason = NEAR_MISSES[case]

@@ -160,6 +160,7 @@ def lifted(model: Callable[..., Any], inputs: dict[str, Tensor], dynamic: Any = 
     return graph, report
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_is_lifted_and_no_bit_changes(spelling: str, dtype: torch.dtype) -> None:
@@ -180,6 +181,7 @@ def test_every_spelling_is_lifted_and_no_bit_changes(spelling: str, dtype: torch
     assert all(map(torch.equal, run(graph, inputs), control))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("spelling", "dtype"),
     slow_except(
@@ -366,6 +368,7 @@ def test_what_plainly_is_something_else_is_left_alone(case: str) -> None:
     assert report.matched == 0
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", NEAR_MISSES)
 def test_near_misses_are_left_alone_with_the_reason(case: str) -> None:
     turn, dtype, reason = NEAR_MISSES[case]

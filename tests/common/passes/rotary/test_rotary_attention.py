@@ -150,6 +150,7 @@ def test_each_layer_of_a_model_is_fused_and_no_bit_changes(model: str, dtype: to
     assert len({node.args[3] for node in calls(module)}) == (2 if model == "gemma3_text" else 1)  # one view of a table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", slow_except(["llama", "qwen3"], "qwen3"))
 def test_a_device_that_does_not_bring_the_op_keeps_its_graph(model: str) -> None:
     graph = graph_of(model, F32)
@@ -159,6 +160,7 @@ def test_a_device_that_does_not_bring_the_op_keeps_its_graph(model: str) -> None
     assert not calls(module) and len(calls(module, ATTENTION.overload)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", slow_except(["llama", "qwen3", "glm"], "qwen3"))
 def test_an_implementation_that_refuses_gives_the_models_own_nodes_back(model: str) -> None:
     graph = graph_of(model, F32)
@@ -180,6 +182,7 @@ def test_an_implementation_that_refuses_gives_the_models_own_nodes_back(model: s
         torch.testing.assert_close(other.outputs[0], one.outputs[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_piecewise_graphs_are_cut_at_the_op() -> None:
     module = rewritten(graph_of("llama", F32), BRINGS).module
     own = OpImplementation(op=ROTARY_ATTENTION.qualified_name, name="own", fn=ROTARY_ATTENTION.reference)
@@ -208,6 +211,7 @@ def fused(
     return graph, report
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_fused(form: str, dtype: torch.dtype) -> None:
@@ -220,6 +224,7 @@ def test_every_form_is_fused(form: str, dtype: torch.dtype) -> None:
     assert not [node for node in graph.module.graph.nodes if node.target in copies]
 
 
+@pytest.mark.slow
 def test_symbolic_token_counts_are_no_obstacle() -> None:
     dims = {name: [1] for name in ("query", "key", "value", "cos", "sin")} | {"slot_mapping": [0]}
     _, report = fused(heads_first, inputs_of(BF16), dims)
@@ -247,6 +252,7 @@ def test_the_examples_of_the_pass_owe_a_match_each() -> None:
 # What must not match.
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("model", NEAR_MISSES, ids=lambda model: model.__name__)
 def test_near_misses_stay_as_they_are_with_the_reason(model: Model) -> None:
     module = Cached(model, F32)

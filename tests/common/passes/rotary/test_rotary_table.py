@@ -116,6 +116,7 @@ FORMS: dict[Callable[..., Any], dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_every_form_becomes_the_op_and_no_bit_changes(form: Callable[..., Any], dtype: torch.dtype) -> None:
@@ -221,6 +222,7 @@ NEAR_MISSES = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("model", NEAR_MISSES, ids=lambda model: model.__name__)
 def test_near_misses_stay_as_they_are_with_the_reason(model: Callable[..., Any]) -> None:
     graph, report = lifted(model, **inputs(num_tokens=8))

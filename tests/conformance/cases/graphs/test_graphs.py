@@ -59,6 +59,7 @@ def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_memory, "MEMORY_ALLOWANCE_BYTES", 2**18)
 
 
+@pytest.mark.cases(10)
 @pytest.mark.usefixtures("small_probes")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("case", running(ACME), ids=lambda case: case.id)
@@ -66,6 +67,7 @@ def test_the_recording_device_passes(case: Case) -> None:
     assert run_case(case, ACME, PROFILE) == []
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", running(CPU), ids=lambda case: case.id)
 def test_the_processor_passes(case: Case) -> None:
     assert run_case(case, CPU) == []
@@ -152,6 +154,7 @@ GRAPH_FAULTS: list[tuple[type, str, str]] = [
 ]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("backend", "name", "phrase"), GRAPH_FAULTS, ids=lambda value: getattr(value, "__name__", None)

@@ -172,6 +172,7 @@ FAULTS: list[tuple[type, str, str]] = [
 ]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(("backend", "name", "phrase"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
 def test_what_is_right_only_for_a_few_is_rejected(backend: type, name: str, phrase: str) -> None:
     device = acme(graph_backend=backend)
@@ -192,6 +193,7 @@ def test_a_leak_is_reported_before_it_exhausts_the_machine() -> None:
     assert len(LEAKED) < most, "it went on to the end"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("status", ["", "Name:\tpython\n", None])
 def test_where_the_size_of_the_process_is_not_told_a_note_says_so(
     status: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def test_an_op_without_batches_of_the_suite_fails() -> None:
     assert "knows no batches of this op" in found
 
 
+@pytest.mark.slow
 def test_a_norm_by_rows_passes() -> None:
     def norm(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> Tensor:
         rows = [RMS_NORM.reference(row[None], weight, eps, **options) for row in x.reshape(-1, x.shape[-1])]

@@ -98,6 +98,7 @@ FUSED = (
 """Ops that are several others in a row, and the longer recurrences: each has a shorter relation in its family."""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", dear((op.name for op in OPS), FUSED))
 def test_references_pass_on_the_processor(name: str) -> None:
     trial = trial_of(cpu(), f"{name}/reference/bfloat16")
@@ -105,12 +106,14 @@ def test_references_pass_on_the_processor(name: str) -> None:
     assert not trial.failures and len(trial.measurements) >= len(list(op.samples(torch.bfloat16, CPU)))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("op", OPS[2:4], ids=lambda op: op.name)
 def test_references_pass_on_a_device_with_graphs(op: CanonicalOp) -> None:
     trial = trial_of(acme(), f"{op.name}/reference/bfloat16")
     assert not trial.failures and len(trial.measurements) >= len(list(op.samples(torch.bfloat16, CPU)))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", dear(each.name for each in IMPLEMENTATIONS))
 def test_the_kernels_of_the_example_device_pass(name: str) -> None:
     device = acme()
@@ -119,6 +122,7 @@ def test_the_kernels_of_the_example_device_pass(name: str) -> None:
     assert not trial.failures and trial.measurements
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", dear(LEGITIMATE))
 def test_a_legitimate_variant_passes(name: str, dtype: torch.dtype) -> None:
@@ -126,6 +130,7 @@ def test_a_legitimate_variant_passes(name: str, dtype: torch.dtype) -> None:
     assert not trial.failures
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -142,6 +147,7 @@ def test_a_planted_mistake_is_rejected(name: str, dtype: torch.dtype) -> None:
     assert failures
 
 
+@pytest.mark.slow
 def test_slack_widens_the_bounds_of_what_gives_accuracy_up_and_no_further() -> None:
     """An error of 6 times eager's: rejected without slack and with 2, accepted with 4, and the report says so."""
 
@@ -158,6 +164,7 @@ def test_slack_widens_the_bounds_of_what_gives_accuracy_up_and_no_further() -> N
     assert not accepted.failures and any("gives accuracy up" in note for note in accepted.notes)
 
 
+@pytest.mark.slow
 def test_what_runs_between_graphs_is_judged_too() -> None:
     assert not trial_of(cpu(), "attention/eager/bfloat16").failures
 
@@ -232,6 +239,7 @@ def test_a_condition_that_raises_is_a_failure() -> None:
     assert first == "odd rows: the condition raised KeyError: 'gate'; it must return a reason"
 
 
+@pytest.mark.slow
 def test_a_declared_noise_is_accepted() -> None:
     device = implemented("rms_norm", planted_ops.norm_noisy)
     profile = ConformanceProfile(nondeterministic_ops=frozenset({"core::rms_norm"}))
@@ -258,8 +266,12 @@ def test_a_result_on_another_device_is_told_by_its_device() -> None:
     ]
 
 
-def test_every_op_has_larger_calls_of_its_own() -> None:
+def test_every_op_has_larger_calls() -> None:
     assert set(LARGE) == {op.name for op in OPS} and set(NON_FINITE) <= set(LARGE)
+
+
+@pytest.mark.slow
+def test_larger_calls_have_names_of_their_own() -> None:
     for op in OPS:
         names = [sample.name for sample in opcalls.calls(op, torch.bfloat16, CPU)]
         assert len(names) == len(set(names))

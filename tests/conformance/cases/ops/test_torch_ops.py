@@ -26,6 +26,7 @@ from core_conformance.inputs.movement import MOVING
 from core_conformance.inputs.operators import ROUNDING
 from core_conformance.trial import Trial
 from tests.conformance.support import run_case
+from tests.marks import slow_except
 from tests.recording import acme
 from tests.support import cpu
 
@@ -119,7 +120,7 @@ def ratio(name: str, call: Callable[..., Tensor], dtype: torch.dtype) -> float:
     return worst
 
 
-@pytest.mark.parametrize("make", [cpu, acme])
+@pytest.mark.parametrize("make", slow_except([cpu, acme], acme))
 def test_the_operators_of_honest_devices_pass(make: Callable[[], Device]) -> None:
     device = make()
     cases = list(collect(device, ConformanceProfile()))
@@ -133,6 +134,7 @@ DEAR = ("summed in bf16",)
 """Those that compute term by term."""
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in DEAR else name for name in WRONG]
 )
@@ -142,6 +144,7 @@ def test_a_wrong_operator_is_rejected(name: str) -> None:
         assert ratio(operator, call, getattr(torch, dtype)) > 1.5, dtype
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", LEGITIMATE)
 def test_another_way_to_compute_the_same_passes(name: str) -> None:
     operator, call = LEGITIMATE[name]
@@ -174,6 +177,7 @@ def test_a_replaced_kernel_is_found_on_the_host_itself() -> None:
     assert not run_case(cases["torch/gelu/float32"], cpu())
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("name", "call"),
     [

@@ -77,6 +77,7 @@ def by_tree() -> Pass:
     return Pass(name="mine", mechanism="inductor", stage="aten", patterns=(pattern,), owner="acme")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
     "declared",
@@ -90,11 +91,13 @@ def test_a_pattern_is_its_own_example(declared: Pass) -> None:
     assert of(cpu(passes=(declared,)), "mine") == {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_a_tree_of_calls_is_its_own_example_and_its_wrong_handler_is_found() -> None:
     assert set(of(cpu(passes=(by_tree(),)), "mine", "fires", "float32")) == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_a_pattern_with_a_wrong_replacement_fails() -> None:
     (pattern,) = by_pattern().patterns
@@ -102,6 +105,7 @@ def test_a_pattern_with_a_wrong_replacement_fails() -> None:
     assert "error over bound" in of(cpu(passes=(bad,)), "mine", "float32")["float32"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_a_pattern_traced_for_one_dtype_owes_no_other() -> None:
     wide = replace(
@@ -124,6 +128,7 @@ def examples(*given: Any) -> Callable[[], Iterator[Any]]:
     return lambda: iter(given)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_examples_of_a_declaration_cover_what_the_corpus_lacks() -> None:
     unseen = Pass(name="mine", run=sinc_only, owner="acme")
@@ -147,6 +152,7 @@ def test_examples_that_are_none_say_so(given: Any) -> None:
     assert "of pass 'mine' of acme" in of(device, "mine", "fires")["fires"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_a_pass_that_comes_too_late_is_told_so() -> None:
     def norm(x: Any, weight: Any, eps: Any) -> Any:
@@ -182,6 +188,7 @@ def to_kernel(context: Any) -> PassResult:
     return PassResult(matched=len(sites), sites=tuple(node.name for node in sites))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(("factor", "fails"), [(1.0, False), (1.001, True)])
 def test_what_follows_a_kernel_without_fp64_is_judged_by_the_trace(factor: float, fails: bool) -> None:
@@ -208,6 +215,7 @@ def test_a_guard_that_refuses_the_device_is_not_supported() -> None:
     assert reasons == {"its guard: the device's capability 'acme_core' is None, needed is 3"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_a_guard_on_dtypes_leaves_out_the_others_and_none_of_its_own() -> None:
     guards = Guards(dtypes=frozenset({torch.bfloat16}))

@@ -81,6 +81,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- right passes
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -103,6 +104,7 @@ def test_common_passes_are_right_in_the_whole_corpus_and_known_by_the_same_ident
     assert found == {name: {} for name in found}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "rotary" in name else ()) for name in NEEDY]
 )
@@ -116,6 +118,7 @@ def test_passes_that_need_an_op_of_the_device_are_judged_where_it_is(
     assert reason.startswith("its guard: the device does not implement core::")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["lift_rms_norm", "fuse_attention_cache", "eliminate_common_subexpressions"])
 def test_common_passes_keep_the_numbers_of_near_misses(
     plain: Device, name: str, monkeypatch: pytest.MonkeyPatch
@@ -124,6 +127,7 @@ def test_common_passes_keep_the_numbers_of_near_misses(
     assert of(plain, name, "near-miss") == {}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["soft-cap", "experts", "cached-attention", "decoder"])
 def test_programs_of_small_models_are_right(plain: Device, name: str) -> None:
     pytest.importorskip("transformers", reason="grouped products in fp32 are its own")
@@ -136,6 +140,7 @@ def test_a_tiny_model_is_right(plain: Device) -> None:
     assert failures(plain, "passes/models/llama") == {"passes/models/llama": []}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_a_right_pass_of_a_device_passes_all_its_cases() -> None:
     assert of(cpu(passes=(wrong.softcaps(wrong.right),)), "softcap") == {}
@@ -160,6 +165,7 @@ def test_cases_are_the_same_each_time_and_named_well(plain: Device) -> None:
 # --- wrong passes of a device
 
 
+@pytest.mark.cases(2)
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
     ("run", "kind", "reason"),
@@ -208,12 +214,14 @@ def test_what_never_fires_says_what_was_tried_and_what_to_do() -> None:
     assert all(name in found for name in CORPUS) and "declare in Pass(examples=...)" in found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_a_broken_promise_fails() -> None:
     device = cpu(passes=(wrong.softcaps(wrong.right, expect=7),))
     assert "owes 7 matches by its own `expect`" in of(device, "softcap", "fires")["fires"]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("name", "sample"),
     [
