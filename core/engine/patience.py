@@ -18,7 +18,7 @@ class Patience:
         """lowering: the one asked for; None for the device's own."""
         lowering = device.lowerings.resolve(lowering)[0]
         at_once = lowering != "inline" and "inline" in device.lowerings.available
-        self._advice = ", and CompileOptions(lowering='inline') starts at once" if at_once else ""
+        self._advice = ", and the lowering 'inline' (--lowering inline) starts at once" if at_once else ""
         self._start, self._told = time.monotonic(), False
 
     def __call__(self, what: str, done: int, total: int) -> None:

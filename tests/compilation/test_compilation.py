@@ -54,7 +54,10 @@ def test_defaults_are_the_devices() -> None:
         ({"mode": {"main": "piecewise"}}, ("mode 'piecewise' for phase 'main'", "compile, off")),
         ({"mode": {"decod": "off"}}, ("modes for phases ['decod']", "name the phases ['main']", "name only these")),
         ({"lowering": "gcc"}, ("lowering 'gcc'", "inductor, inline", "--lowering")),
-        ({"passes": ("lift_rms",)}, ("choosing pass 'lift_rms'", "the passes are: ", "did you mean 'lift_rms_norm'?")),
+        (
+            {"passes": ("lift_rms",)},
+            ("choosing pass 'lift_rms'", "it is none of the passes: ", "did you mean 'lift_rms_norm'?"),
+        ),
         ({"disable_passes": ("absent",)}, ("choosing pass 'absent'", "lift_rms_norm", "name one of these")),
         ({"verify": "full"}, ("verify='full' for phase 'main'", "no example inputs", "examples={'main': [inputs]}")),
         ({"examples": {"decode": []}}, ("examples for phases ['decode']", "phases ['main']", "name only these")),

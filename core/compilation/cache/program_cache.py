@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from core.common.lowering import UNKEPT, Artifacts
 from core.compilation.cache import factors, graphs
 from core.compilation.cache.artifacts import GraphArtifacts
-from core.compilation.cache.differences import Difference, Places, each_line, explain, shown
+from core.compilation.cache.differences import Difference, Places, brief, each_line, explain, shown
 from core.compilation.cache.entry import Damaged, Gone
 from core.compilation.cache.folders import Untrusted
 from core.compilation.cache.literals import Targets
@@ -199,7 +199,8 @@ class ProgramCache:
         log.info("compile cache: miss; nearest is %s, %s:", name, differ)
         for line in told():
             log.info("compile cache:   %s", line)
-        reason = f"{differ} from {name[:12]}: {'; '.join(told(most=_MOST_IN_REASON))}"
+        said = "; ".join(told(most=_MOST_IN_REASON)) if len(found) <= _MOST_LINES else brief(*told.args)
+        reason = f"{differ} from {name[:12]}: {said}"
         lines = tuple(each_line([str(each) for each in found], most=_MOST_LINES))
         self.report = replace(self.report, reason=reason, differences=lines)
 

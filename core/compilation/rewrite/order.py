@@ -57,7 +57,7 @@ def choose(
             close = get_close_matches(name, known, 1)
             raise UsageError(
                 f"choosing pass {name!r}",
-                found=f"the passes are: {', '.join(known) or 'none'}",
+                found=f"it is none of the passes: {', '.join(known) or 'there are none'}",
                 remedy=f"did you mean {close[0]!r}?" if close else "name one of these",
             )
     wanted = known if only is None else (*only, *enable)

@@ -54,4 +54,5 @@ def pin(index: int, count: int) -> str:
     os.sched_setaffinity(0, mine)
     num_threads = min(torch.get_num_threads(), sum(set(core) <= set(mine) for core in cores))
     torch.set_num_threads(num_threads)
-    return f"pinned to processors {runs_text(mine)}, {num_threads} threads"
+    processors = f"processor{'s' if len(mine) > 1 else ''} {runs_text(mine)}"
+    return f"pinned, this one to {processors} with {num_threads} thread{'s' if num_threads > 1 else ''}"

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.common.telling import ranks_text
-from core.errors import CoreError, EngineError, error_from_json
+from core.errors import CoreError, DeviceUnavailableError, EngineError, ModelError, UsageError, error_from_json
 from core.host.workers.process import ending
+
+_GIVEN = (UsageError, ModelError, DeviceUnavailableError)
+"""Errors about what the user gave, which each rank finds by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +66,7 @@ def failure(asked: str, states: Sequence[RankState], timeout_s: float) -> CoreEr
     if dead:
         return _dead(asked, dead)
     if own:
-        return _reported(asked, own[0])
+        return _reported(asked, own[0], alone=any(state.phase != own[0].phase for state in states))
     silent = [state for state in states if state.outcome is None]
     waiting = [state for state in states if state.waited]
     if silent:
@@ -88,8 +91,12 @@ def _dead(asked: str, dead: Sequence[RankState]) -> CoreError:
     return _with_words(EngineError(asked, found="; ".join(ends), remedy=remedy), dead)
 
 
-def _reported(asked: str, state: RankState) -> CoreError:
+def _reported(asked: str, state: RankState, *, alone: bool = True) -> CoreError:
+    """alone: whether others came past what this rank failed at; else they were ended before they could say the same."""
     cause = _error_of(state)
+    if not alone and isinstance(cause, _GIVEN):
+        cause.add_note(f"rank {state.rank} ended with it first, in phase {state.phase}")
+        return cause
     how = "ran out of memory" if state.outcome is not None and state.outcome.get("memory") else "failed"
     said = f"{cause.asked}: {cause.found}" if cause.asked else cause.found
     found = f"rank {state.rank} {how} in phase {state.phase}: {said}"

@@ -45,8 +45,8 @@ def run_ranks(
 
     Rank 0 has this process's standard output and error, the others write to files that are removed. asked: what the
     job is, for messages. timeout_s: how long a rank waits for the others. drain_timeout_s: rank 0 may finish what runs
-    for so long after a signal; None ends all at once. All ranks and what they started have ended when this returns.
-    Raises the `CoreError` that names the rank that failed. For the main thread.
+    for so long after a signal, once it serves; None ends all at once. All ranks and what they started have ended when
+    this returns. Raises the `CoreError` that names the rank that failed. For the main thread.
     """
     with _held_back() as allow, _folder() as folder:
         job = _Job(arguments, size, folder, asked, timeout_s)
@@ -100,7 +100,7 @@ class _Job:
                 allow()
                 return self._wait(drained_by)
             except SignalException as received:
-                if drain_timeout_s is None or drained_by:
+                if drain_timeout_s is None or drained_by or self._states()[0].phase != "serve":
                     return self._interrupted(received.sigval)
                 drained_by = time.monotonic() + drain_timeout_s + _CLOSE_S
                 self._processes[0].send_signal(signal.SIGTERM)

@@ -56,13 +56,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_a_rank_is_pinned_to_its_part_with_a_thread_for_each_core(machine: dict[str, Any]) -> None:
-    assert cores.pin(1, 2) == "pinned to processors 2-3,6-7, 2 threads"
+    assert cores.pin(1, 2) == "pinned, this one to processors 2-3,6-7 with 2 threads"
     assert machine == {"numbers": (2, 6, 3, 7), "threads": 2}
 
 
 def test_threads_that_the_user_limits_stay_limited(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert cores.pin(0, 2).endswith("1 threads")
+    assert cores.pin(0, 2).endswith("1 thread")
 
 
 def test_too_many_ranks_are_told_and_not_pinned(machine: dict[str, Any]) -> None:

@@ -54,6 +54,14 @@ def test_an_error_of_its_own_is_that_of_the_culprit(told: Path) -> None:
     assert error.found == "rank 1 failed in phase load: load model 'x': it is damaged" and error.remedy == "mend it"
 
 
+def test_a_mistake_of_the_user_stays_what_it_is_though_others_were_ended_before_they_found_it(told: Path) -> None:
+    cause = ModelError("load model 'x'", found="no such folder", remedy="name another")
+    broken = RankState(rank=1, phase="load", code=2, outcome=outcome(told, cause))
+    error = failure("core run", [broken, RankState(rank=0, phase="load")], 300)
+    assert isinstance(error, ModelError) and (error.asked, error.found) == ("load model 'x'", "no such folder")
+    assert error.__notes__ == ["rank 1 ended with it first, in phase load"]
+
+
 def test_memory_that_ran_out_is_said(told: Path) -> None:
     broken = RankState(rank=2, phase="load", code=2, outcome=outcome(told, MemoryError("no room")))
     assert "rank 2 ran out of memory in phase load" in failure("core run", [broken, RankState(rank=0)], 300).found

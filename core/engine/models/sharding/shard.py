@@ -135,8 +135,7 @@ class _Todo:
             raise UsageError(
                 _asked(self.model),
                 found=problems[0],
-                remedy="run a number of processes that divides it, or leave the module out of "
-                "the plan: it stays whole then",
+                remedy="run a number of processes that divides it; in a script, a plan may leave the module whole",
             )
 
     def _module(self, name: str, module: nn.Module, style: Style, parent: Any) -> None:
