@@ -168,7 +168,9 @@ def _cut(model: Any, tp: int, experts: ExpertCut) -> dict[str, str]:
 
     plan, whole = planned(model, tp, experts), _num_parameters(model)
     shard_model(model, plan_of(model, tp, experts))
-    return {"rank": f"0 of {tp}, with {_num_parameters(model) / whole:.0%} of the parameters", **plan.facts()}
+    share = f"with {_num_parameters(model) / whole:.0%} of the parameters"
+    rest = "the others are pretended, so collectives show as reference, whatever a run takes"
+    return {"rank": f"0 of {tp}, {share}; {rest}", **plan.facts()}
 
 
 def _num_parameters(model: Any) -> int:

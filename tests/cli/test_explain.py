@@ -101,7 +101,7 @@ def test_the_errors_of_quantised_layers_are_shown(tmp_path: Path, capsys: pytest
 def test_the_graphs_of_one_of_several_ranks_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*EXPLAIN, "gpt_oss", "--tp", "2", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["model"]["rank"] == "0 of 2, with 50% of the parameters"
+    assert document["model"]["rank"].startswith("0 of 2, with 50% of the parameters; ")
     assert "moe_tp_experts: model.layers.*.mlp.experts (added)" in document["model"]["cut"]
     matched = {each["name"]: each["matched"] for each in document["phases"][0]["stages"][0]["passes"]}
     # In each of two layers the sum of attention; between that of the experts and its norm is a view.
