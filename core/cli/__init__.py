@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json = _wants_json(arguments)
     if debug:
         logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(name)s: %(message)s")
+    elif argv is None:  # the process is the command's own
+        _hush()
     try:
         check_text(arguments)
         foreign = _isolate(arguments)
@@ -82,6 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             lambda error: _say(error, as_json=as_json, debug=debug),
         )
     )
+
+
+def _hush() -> None:
+    """Keep transformers from telling users to install kernels for layers whose code passes make ops of."""
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
 
 
 def _say(error: CoreError, *, as_json: bool, debug: bool) -> None:

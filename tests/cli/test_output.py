@@ -152,3 +152,12 @@ def test_a_slow_start_is_told_until_something_else_is(
     time.sleep(0.3)
     output.end_start()
     assert capsys.readouterr().err == "core: importing torch\n"
+
+
+@pytest.mark.slow
+def test_no_package_is_asked_for_whose_layers_become_ops() -> None:
+    arguments = ("run", "mamba2", "--device", "cpu", "--mode", "off", "--no-check", "--max-new-tokens", "2")
+    path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+    command = [sys.executable, "-P", "-m", "core", *arguments]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=240, text=True)
+    assert done.returncode == 0 and "install" not in done.stderr, done.stderr
