@@ -212,7 +212,8 @@ def test_attention_that_normalises_all_heads_together_is_left_whole() -> None:
     assert "model.layers.*.self_attn.q_proj" in planned(model, 2).added
     for layer in model.model.layers:
         layer.self_attn.q_norm = torch.nn.RMSNorm(64)
-    assert planned(model, 2).added == {"model.embed_tokens"}
+    mlp = {f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up", "down")}  # of its graph
+    assert planned(model, 2).added == {"model.embed_tokens", *mlp}
 
 
 def test_a_copy_of_a_sharded_model_is_one() -> None:
@@ -289,9 +290,9 @@ def test_experts_without_a_gate_in_parts_give_the_logits_of_the_whole(experts: s
 @pytest.mark.slow
 def test_a_plan_that_is_wrong_for_a_type_is_found_before_text_is_made() -> None:
     """gemma3n takes a mean and a deviation over the width of its MLP, which transformers' plan cuts."""
-    asked = {"models": [], "dtypes": [], "tried": ["llama", "gpt_oss", "gemma3n_text", "bert"]}
+    asked = {"models": [], "dtypes": [], "tried": ["llama", "gpt_oss", "gemma3n_text", "mamba2"]}
     for found in launch("tests.engine.models.plan_worker", json.dumps(asked), size=2):
         assert found["trial of llama"] == found["trial of gpt_oss"] == ""
         assert "gives other logits than whole: error over bound" in found["trial of gemma3n_text"]
         assert found["trial of gemma3n_text"].startswith("UsageError")
-        assert "it has no plan of its own" in found["trial of bert"]
+        assert "it has no plan of its own" in found["trial of mamba2"]

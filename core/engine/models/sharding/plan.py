@@ -7,17 +7,20 @@ embedding, experts of some models, and attention of a few; these are found by wh
 - modules of experts that say how their weights are laid out (transformers' `use_experts_implementation`), by width,
   or by their number where that is asked for or where the width can't be divided;
 - attention whose projections have the usual names, and nothing but these, `sinks` and norms of a head.
+
+Where all this cuts no layer, the plan is read off the graph of a tiny model (derived.py).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
 
+from core.engine.models.sharding.derived import derived
+from core.engine.models.sharding.lines import line_of, pattern
 from core.engine.models.sharding.styles import CODES_OF, STYLES, names_of, problem_of
 from core.errors import UsageError
 from core.quantization.layers import CodedLinear
@@ -52,17 +55,19 @@ class Planned:
 def plan_of(model: nn.Module, num_processes: int, experts: ExpertCut = "width") -> Mapping[str, str]:
     """Return the plan of `planned`; raise `UsageError` where there is none."""
     plan = planned(model, num_processes, experts).plan
-    # Of a vocabulary alone nothing is gained.
-    if not any(
-        style not in _OF_VOCABULARIES and style in STYLES and (STYLES[style].from_last or STYLES[style].numbered)
-        for style in plan.values()
-    ):
+    if not _cuts_layers(plan):
         raise UsageError(
             f"sharding {type(model).__name__} for tensor parallelism",
-            found="it has no plan of its own",
-            remedy="pass one: {'layers.*.up_proj': 'colwise', …}",
+            found="it has no plan of its own, and its graph shows no products that can be cut together",
+            remedy="run it on one rank, or in a script give shard_model a plan: {'layers.*.up_proj': 'colwise', …}",
         )
     return plan
+
+
+def _cuts_layers(plan: Mapping[str, str]) -> bool:
+    """Tell whether a plan cuts more than a vocabulary, of which alone nothing is gained."""
+    styles = {style for style in plan.values() if style in STYLES and style not in _OF_VOCABULARIES}
+    return any(STYLES[style].from_last or STYLES[style].numbered for style in styles)
 
 
 def planned(model: nn.Module, num_processes: int, experts: ExpertCut = "width") -> Planned:
@@ -80,19 +85,27 @@ def planned(model: nn.Module, num_processes: int, experts: ExpertCut = "width") 
     added: dict[str, str] = {}
     for name, module in modules.items():
         for part, style in (*_experts(module), *_attention(module)):
-            added.setdefault(_line(f"{name}.{part}" if part else name), style)
+            added.setdefault(line_of(f"{name}.{part}" if part else name), style)
     owners = {line.rpartition(".")[0] for line in plan}
     # A module that the plan knows is the plan's: nothing is added beside its own lines.
     extra = {line: style for line, style in added.items() if line not in plan and not _known(line, plan, owners)}
     plan, extra = _by_number(modules, plan, extra, num_processes, experts)
+    if not _cuts_layers({**plan, **extra}):
+        extra |= {line: style for line, style in _derived(model).items() if any(map(pattern(line).fullmatch, names))}
     vocabulary, whole = _vocabulary(model, plan, num_processes)
     plan = {line: style for line, style in plan.items() if line not in whole}
     return Planned(plan={**plan, **extra, **vocabulary}, added=frozenset((*extra, *vocabulary)), whole=whole)
 
 
-def pattern(line: str) -> re.Pattern[str]:
-    """Return what the names that a line of a plan means match."""
-    return re.compile(re.escape(line).replace(r"\*", r"\d+"))
+def spares_attention(model: Any, plan: Mapping[str, str]) -> bool:
+    """Tell whether a plan was read off a graph, so that it cuts no heads."""
+    lines = {line for line, style in plan.items() if style not in _OF_VOCABULARIES}
+    return not getattr(model, "tp_plan", None) and bool(lines) and lines <= _derived(model).keys()
+
+
+def _derived(model: Any) -> Mapping[str, str]:
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    return derived(kind) if kind else {}
 
 
 def _known(line: str, plan: Mapping[str, str], owners: set[str]) -> bool:
@@ -129,7 +142,7 @@ def _by_number(
     """Return both plans with experts that are divided by their number, where they have to be or shall be."""
     for name, module in modules.items():
         by_width = dict(_experts(module))
-        line = _line(name)
+        line = line_of(name)
         if not by_width or line not in {**plan, **extra}:
             continue
         if experts == "width" and _divided(module, by_width, num_processes):
@@ -148,10 +161,6 @@ def _divided(module: nn.Module, lines: Mapping[str, str], num_processes: int) ->
         if part
         for own, key in names_of(module, part)
     )
-
-
-def _line(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _attention(module: Any) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,8 @@ from torch import nn
 
 from core.common.ops.collective.collectives import group_size
 from core.engine.models.sharding.cuts import Cut, rank_in
-from core.engine.models.sharding.plan import pattern, plan_of
+from core.engine.models.sharding.lines import pattern
+from core.engine.models.sharding.plan import plan_of, spares_attention
 from core.engine.models.sharding.styles import STYLES, Style, names_of, problem_of
 from core.errors import UsageError
 
@@ -98,10 +99,14 @@ class _Todo:
     grouped: list[Any]
     #: What can't be done, for the error.
     problems: list[str]
+    cuts_heads: bool
 
     @staticmethod
     def of(model: nn.Module, plan: Mapping[str, str], count: int) -> _Todo:
-        todo = _Todo(model=model, count=count, parameters=[], modules=[], grouped=[], problems=[])
+        cuts_heads = not spares_attention(model, plan)
+        todo = _Todo(
+            model=model, count=count, parameters=[], modules=[], grouped=[], problems=[], cuts_heads=cuts_heads
+        )
         modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
         for line, kind in plan.items():
             if kind not in STYLES:
@@ -172,7 +177,8 @@ class _Todo:
         return [
             f"{name} is {count}, which {self.count} processes do not divide"
             for name, count in counts
-            if isinstance(count, int)
+            if self.cuts_heads
+            and isinstance(count, int)
             and count % self.count
             and not (shared and name == "num_key_value_heads" and self.count % count == 0)
         ]

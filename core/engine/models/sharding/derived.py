@@ -1,0 +1,132 @@
+"""A plan for types that transformers has none for, read off the graph of a tiny model of the type.
+
+Where each feature that a product reads is computed from the same feature of other products alone, those may be cut
+along their results and this one along its inputs, and one sum joins the parts: an MLP's, as in Megatron-LM (Shoeybi et
+al. 2019, arXiv:1909.08053, section 3). Attention stays whole: its code counts heads by numbers of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from core.common.node_meta import value_of
+from core.common.passes import view
+from core.engine.models.sharding.lines import line_of, pattern
+from core.errors import CoreError
+
+_NUM_TOKENS = 8
+
+
+@functools.lru_cache(maxsize=16)
+def derived(model_type: str) -> Mapping[str, str]:
+    """Return lines -> style for a type: nothing where a tiny model of it can't be made or traced."""
+    try:
+        return lines_in(_tiny(model_type))
+    except CoreError:
+        return {}
+
+
+def lines_in(model: nn.Module) -> Mapping[str, str]:
+    """Return lines -> style, read off the graph of a model that takes `input_ids` and returns `logits`.
+
+    A line is for all layers or for none: what only some of them allow is left out, with its whole group of products.
+    Raises `TraceError`.
+    """
+    products = _products(model)
+    groups = [(name, sources) for node, name in products.items() if (sources := _sources(node, products))]
+    styles = {each: "colwise" for _, sources in groups for each in sources} | {name: "rowwise" for name, _ in groups}
+    names = [name for name, _ in model.named_modules()]
+    found: dict[str, str] = {}
+    for name, sources in groups:
+        lines = {line_of(each): styles[each] for each in (name, *sources)}
+        alike = ((each, style) for line, style in lines.items() for each in filter(pattern(line).fullmatch, names))
+        if all(styles.get(each) == style for each, style in alike):
+            found |= lines
+    return found
+
+
+def _tiny(model_type: str) -> Any:
+    from core.engine.models.hf import driven, import_transformers
+    from core.engine.models.tiny import tiny_config
+
+    config = tiny_config(model_type)
+    with driven(None), torch.device("cpu"):
+        return import_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def _products(model: Any) -> dict[fx.Node, str]:
+    """Return the products of a model's graph, each with the name of the only linear layer that it is of."""
+    from core.common.passes.standard import COMMON_PASSES
+    from core.compilation.rewrite.manager import PassManager
+    from core.compilation.trace.tracing import trace
+
+    def logits(input_ids: Tensor) -> dict[str, Tensor]:
+        return {"logits": model(input_ids=input_ids, use_cache=False).logits}
+
+    traced = trace(logits, {"input_ids": torch.arange(2 * _NUM_TOKENS).view(2, -1) + 1})
+    PassManager(COMMON_PASSES, only=("remove_no_ops",)).run(traced.module)  # dropout and the like
+    owners = {id(each.weight): name for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    inputs = traced.module.graph.find_nodes(op="placeholder")
+    held = {node: owners.get(id(getattr(slot, "value", None))) for node, slot in zip(inputs, traced.slots, strict=True)}
+    found: dict[fx.Node, str] = {}
+    for node in traced.module.graph.nodes:
+        name = held.get(_weight(node))
+        if name is not None:
+            found[node] = name
+    return found
+
+
+def _weight(node: fx.Node) -> Any:
+    """Return the weight of a product, None for other nodes and for a weight that others read, too."""
+    weight: Any = view.operand(node, 1, "weight") if view.kind(node) in ("linear", "matmul") else None
+    if view.kind(node) == "matmul":  # some layers write out what F.linear does
+        is_turned = isinstance(weight, fx.Node) and weight.target is getattr and weight.args[1] in ("T", "mT")
+        weight = weight.args[0] if is_turned and len(weight.users) == 1 else None
+    return weight if isinstance(weight, fx.Node) and len(weight.users) == 1 else None
+
+
+def _sources(product: fx.Node, products: Mapping[fx.Node, str]) -> list[str]:
+    """Return the layers whose results are, feature by feature, all that a product reads; nothing where more is read, or
+    where anything else reads what comes between."""
+    features = view.operand(product, 0, "input")
+    width = _width(features)
+    between, sources, waiting = set[fx.Node](), dict[fx.Node, str](), [features]
+    while waiting:
+        node = waiting.pop()
+        if node in between:
+            continue
+        between.add(node)
+        if node in products:
+            sources[node] = products[node]
+        elif not _is_pointwise(node):
+            return []
+        else:
+            waiting += [each for each in node.all_input_nodes if _width(each) != 1]
+        if _width(node) != width:
+            return []
+    inside = {*between, product}
+    return list(sources.values()) if all(user in inside for node in between for user in node.users) else []
+
+
+def _width(node: Any) -> int:
+    """Return the number of features of a value, 1 for what is the same for all."""
+    value = value_of(node) if isinstance(node, fx.Node) else None
+    return int(value.shape[-1]) if isinstance(value, Tensor) and value.dim() else 1
+
+
+@functools.lru_cache(maxsize=256)
+def _tagged(kind: str) -> bool:
+    packet = getattr(torch.ops.aten, kind, None)
+    names = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    return any(torch.Tag.pointwise in getattr(packet, name).tags for name in names)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Tell whether each element of a result is computed from those at its place alone, as torch's tags say."""
+    kind = view.kind(node)
+    return kind == "cast" or (kind != "" and _tagged(kind))
