@@ -24,4 +24,4 @@ def test_a_long_compile_is_told_once_with_what_starts_at_once(
             told("capture", done, 18)
     (message,) = [each.getMessage() for each in caplog.records]
     assert "compiling for 21 s so far: capture, 2 of 18" in message
-    assert ("lowering='inline') starts at once" in message) is advised
+    assert ("(--lowering inline) starts at once" in message) is advised

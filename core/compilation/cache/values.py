@@ -41,6 +41,7 @@ _BY_TEXT = (
     *(types.UnionType, types.GenericAlias, re.Pattern, torch._ops._Ops),
 )
 _GROUPS: tuple[Any, ...] = (torch.distributed.ProcessGroup,) if torch.distributed.is_available() else ()
+_MESHES: tuple[Any, ...] = (torch.distributed.DeviceMesh,) if torch.distributed.is_available() else ()
 _STATELESS = (object, types.CellType, weakref.ref)
 """Classes whose objects have no state of their own, or only refer to objects that have texts of their own."""
 _MAPPINGS, _SEQUENCES, _SETS = (dict, types.MappingProxyType), (tuple, list, deque), (set, frozenset)
@@ -229,6 +230,9 @@ class Texts:
         if isinstance(value, ATOMS):
             plain: Any = next(base for base in kind.__mro__ if base in ATOMS)
             return f"{self._code_text(kind)} {plain.__repr__(value)}"
+        if isinstance(value, _MESHES):  # Dynamo makes numbers of what its methods say
+            names, place = value.mesh_dim_names, value.get_coordinate()
+            return f"mesh {names} of {value.device_type}: {value.mesh.tolist()}, this process at {place}"
         if isinstance(value, types.CodeType):
             return f"code {digest_of(value)}"
         if isinstance(value, _GROUPS):  # what code can ask it for without sending anything

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.common.telling import ranks_text
-from core.errors import CoreError, DeviceUnavailableError, EngineError, ModelError, UsageError, error_from_json
+from core.errors import CoreError, EngineError, ModelError, UsageError, error_from_json
 from core.host.workers.process import ending
 
-_GIVEN = (UsageError, ModelError, DeviceUnavailableError)
+_GIVEN = (UsageError, ModelError)
 """Errors about what the user gave, which each rank finds by itself."""
+_PHASES = ("start", "load", "capture", "serve")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ def failure(asked: str, states: Sequence[RankState], timeout_s: float) -> CoreEr
     if dead:
         return _dead(asked, dead)
     if own:
-        return _reported(asked, own[0], alone=any(state.phase != own[0].phase for state in states))
+        return _reported(asked, own[0], alone=_is_alone(own[0], states))
     silent = [state for state in states if state.outcome is None]
     waiting = [state for state in states if state.waited]
     if silent:
@@ -91,8 +92,18 @@ def _dead(asked: str, dead: Sequence[RankState]) -> CoreError:
     return _with_words(EngineError(asked, found="; ".join(ends), remedy=remedy), dead)
 
 
+def _is_alone(first: RankState, states: Sequence[RankState]) -> bool:
+    """Tell whether a rank failed at its own: its memory, or what others came past, ended well in, or told otherwise.
+
+    Else they were ended before they could say the same.
+    """
+    past = [each for each in states if each.phase in _PHASES[_PHASES.index(first.phase) + 1 :]]
+    others = [each for each in states if each.outcome is not None and each.error != first.error]
+    return bool(past or others or (first.outcome or {}).get("memory"))
+
+
 def _reported(asked: str, state: RankState, *, alone: bool = True) -> CoreError:
-    """alone: whether others came past what this rank failed at; else they were ended before they could say the same."""
+    """alone: as of `_is_alone`."""
     cause = _error_of(state)
     if not alone and isinstance(cause, _GIVEN):
         cause.add_note(f"rank {state.rank} ended with it first, in phase {state.phase}")

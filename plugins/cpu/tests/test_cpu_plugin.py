@@ -46,8 +46,9 @@ def test_memory_is_counted_and_its_peak_can_be_reset() -> None:
     parts = core.select_device("cpu").parts
     before = parts.memory()
     assert 0 < before.used_bytes <= before.peak_bytes <= before.total_bytes
-    block = torch.ones(64 * 2**20, dtype=torch.uint8)
-    assert parts.memory().peak_bytes >= before.used_bytes + block.numel() // 2
+    # The kernel may take cold pages meanwhile, but not that many.
+    block = torch.ones(512 * 2**20, dtype=torch.uint8)
+    assert parts.memory().peak_bytes >= before.used_bytes + block.numel() // 4
     del block
     parts.reset_peak_memory()
     assert parts.memory().peak_bytes <= parts.memory().total_bytes

@@ -32,7 +32,20 @@ CALLS: dict[str, tuple[Callable[..., Tensor], int, set[str]]] = {
         {"is_causal"},
     ),
     "a method": (lambda x, w: x.mul(other=w[:4]), 2, set()),
+    "as NumPy names it": (lambda x, w: torch.exp(x=x), 1, set()),  # type: ignore[call-arg]
+    "an option as NumPy names it": (lambda x, w: x.mean(axis=-1, keepdims=True) + x, 1, {"dim", "keepdim"}),
+    "an older order": (lambda x, w: torch.addcmul(x, 0.5, tensor1=x, tensor2=w[:4]), 2, {"tensor1", "tensor2"}),
+    "an op of several forms": (lambda x, w: torch.ops.positions.two(x, r=w[:4]), 1, {"r"}),
 }
+LIBRARY = torch.library.Library("positions", "FRAGMENT")
+FORMS: dict[str, Callable[..., Tensor]] = {
+    "two.A(Tensor p, Tensor q) -> Tensor": lambda p, q: p - q,
+    "two.B(Tensor p, Tensor r) -> Tensor": lambda p, r: p + 10 * r,
+}
+for schema, form in FORMS.items():
+    LIBRARY.define(schema)
+    LIBRARY.impl(schema.partition("(")[0], form, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"positions::{schema.partition('(')[0]}", lambda p, _: torch.empty_like(p))
 
 
 class Called(nn.Module):
@@ -44,6 +57,7 @@ class Called(nn.Module):
         return {"y": self.call(x, w)}
 
 
+@pytest.mark.filterwarnings("ignore:This overload of addcmul is deprecated")
 @pytest.mark.parametrize("case", CALLS)
 def test_named_tensors_are_given_by_position(case: str) -> None:
     call, count, named = CALLS[case]

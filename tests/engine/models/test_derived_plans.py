@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.engine.models.sharding.derived import derived, lines_in
+from core.engine.models.tiny import tiny_config
 from tests.common.processes import launch
 
+transformers = pytest.importorskip("transformers")
 CUT = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 GATED = {**CUT, "layers.*.gate": "colwise"}
 
@@ -96,10 +98,20 @@ def test_a_line_is_for_all_layers_or_none() -> None:
     assert lines_in(Small(relu, OTHERS["a norm over the features"]).eval()) == {}
 
 
-def test_a_type_is_read_once_and_one_that_cannot_be_made_has_none() -> None:
+def test_a_configuration_is_read_once_without_weights() -> None:
     lines = {"model.decoder.layers.*.fc1": "colwise", "model.decoder.layers.*.fc2": "rowwise"}
-    assert derived("opt") == lines and derived("opt") is derived("opt")
-    assert derived("no such type") == {}
+    with torch.device("meta"):
+        model, again = (transformers.AutoModelForCausalLM.from_config(tiny_config("opt")) for _ in range(2))
+    assert derived(model) == lines and derived(again) is derived(model)
+
+
+def test_a_model_that_cannot_be_traced_has_no_plan() -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("not today")
+
+    kind: Any = type("Broken", (transformers.OPTForCausalLM,), {"forward": broken})
+    with torch.device("meta"):
+        assert derived(kind(tiny_config("opt"))) == {} == derived(nn.Linear(2, 2))
 
 
 @pytest.mark.slow

@@ -62,6 +62,24 @@ def test_a_mistake_of_the_user_stays_what_it_is_though_others_were_ended_before_
     assert error.__notes__ == ["rank 1 ended with it first, in phase load"]
 
 
+@pytest.mark.parametrize("case", ["past it", "ended well", "told otherwise", "its own memory"])
+def test_what_is_a_rank_s_own_names_it(told: Path, case: str) -> None:
+    cause: BaseException = ModelError("load model 'x'", found="too large", remedy="name another")
+    other = ModelError("load model 'y'", found="damaged", remedy="mend it")
+    cause.__cause__ = MemoryError("no room") if case == "its own memory" else None
+    broken = RankState(rank=1, phase="load", code=2, outcome=outcome(told, cause))
+    beside = {
+        "past it": RankState(rank=0, phase="capture"),
+        "ended well": RankState(rank=0, phase="load", code=0, outcome={"code": 0}),
+        "told otherwise": RankState(rank=0, phase="load", code=2, outcome=outcome(told, other)),
+        "its own memory": RankState(rank=0, phase="load"),
+    }[case]
+    found = failure("core run", [broken, beside], 300).found
+    assert found.startswith("rank 1 ran out of memory" if case == "its own memory" else "rank 1 failed in phase load")
+    behind = failure("core run", [broken, RankState(rank=0, phase="start")], 300)
+    assert isinstance(behind, ModelError) is (case != "its own memory")
+
+
 def test_memory_that_ran_out_is_said(told: Path) -> None:
     broken = RankState(rank=2, phase="load", code=2, outcome=outcome(told, MemoryError("no room")))
     assert "rank 2 ran out of memory in phase load" in failure("core run", [broken, RankState(rank=0)], 300).found

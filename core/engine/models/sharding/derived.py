@@ -1,4 +1,4 @@
-"""A plan for types that transformers has none for, read off the graph of a tiny model of the type.
+"""A plan for models that transformers has none for, read off their graph.
 
 Where each feature that a product reads is computed from the same feature of other products alone, those may be cut
 along their results and this one along its inputs, and one sum joins the parts: an MLP's, as in Megatron-LM (Shoeybi et
@@ -7,7 +7,9 @@ al. 2019, arXiv:1909.08053, section 3). Attention stays whole: its code counts h
 
 from __future__ import annotations
 
+import copy
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,18 +19,43 @@ from torch import Tensor, fx, nn
 from core.common.node_meta import value_of
 from core.common.passes import view
 from core.engine.models.sharding.lines import line_of, pattern
-from core.errors import CoreError
 
-_NUM_TOKENS = 8
+log = logging.getLogger("core.engine")
+_NUM_TOKENS, _NUM_LAYERS = 8, 2
+_known: dict[tuple[type, str], Mapping[str, str]] = {}
 
 
-@functools.lru_cache(maxsize=16)
-def derived(model_type: str) -> Mapping[str, str]:
-    """Return lines -> style for a type: nothing where a tiny model of it can't be made or traced."""
-    try:
-        return lines_in(_tiny(model_type))
-    except CoreError:
+def derived(model: Any) -> Mapping[str, str]:
+    """Return lines -> style for a model of transformers: nothing where its graph can't be traced.
+
+    Read once for each class and configuration, off a model of its first layers without weights, as many as show each
+    kind of layer that its configuration names.
+    """
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "to_json_string", None)):
         return {}
+    key = (type(model), str(config.to_json_string()))
+    if key not in _known:
+        try:
+            _known[key] = lines_in(_short(model))
+        except Exception:  # whatever code of a model raises
+            log.debug("no plan is read off the graph of %s", type(model).__name__, exc_info=True)
+            _known[key] = {}
+    return _known[key]
+
+
+def _short(model: Any) -> Any:
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    kinds = list(getattr(text, "layer_types", None) or ())
+    count = max((kinds.index(kind) + 1 for kind in kinds), default=_NUM_LAYERS)
+    text.num_hidden_layers = min(max(count, _NUM_LAYERS), text.num_hidden_layers)
+    if kinds:
+        text.layer_types = kinds[: text.num_hidden_layers]
+    with torch.device("meta"):
+        made = type(model)(config).eval()
+    # Nothing writes there, so the kernel gives no memory; code of models mixes constants of the host with `meta`.
+    return made.to_empty(device="cpu")
 
 
 def lines_in(model: nn.Module) -> Mapping[str, str]:
@@ -48,15 +75,6 @@ def lines_in(model: nn.Module) -> Mapping[str, str]:
         if all(styles.get(each) == style for each, style in alike):
             found |= lines
     return found
-
-
-def _tiny(model_type: str) -> Any:
-    from core.engine.models.hf import driven, import_transformers
-    from core.engine.models.tiny import tiny_config
-
-    config = tiny_config(model_type)
-    with driven(None), torch.device("cpu"):
-        return import_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def _products(model: Any) -> dict[fx.Node, str]:

@@ -8,7 +8,7 @@ embedding, experts of some models, and attention of a few; these are found by wh
   or by their number where that is asked for or where the width can't be divided;
 - attention whose projections have the usual names, and nothing but these, `sinks` and norms of a head.
 
-Where all this cuts no layer, the plan is read off the graph of a tiny model (derived.py).
+Where all this cuts no layer, the plan is read off the model's graph (derived.py).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def planned(model: nn.Module, num_processes: int, experts: ExpertCut = "width") 
     extra = {line: style for line, style in added.items() if line not in plan and not _known(line, plan, owners)}
     plan, extra = _by_number(modules, plan, extra, num_processes, experts)
     if not _cuts_layers({**plan, **extra}):
-        extra |= {line: style for line, style in _derived(model).items() if any(map(pattern(line).fullmatch, names))}
+        extra |= {line: style for line, style in derived(model).items() if any(map(pattern(line).fullmatch, names))}
     vocabulary, whole = _vocabulary(model, plan, num_processes)
     plan = {line: style for line, style in plan.items() if line not in whole}
     return Planned(plan={**plan, **extra, **vocabulary}, added=frozenset((*extra, *vocabulary)), whole=whole)
@@ -100,12 +100,7 @@ def planned(model: nn.Module, num_processes: int, experts: ExpertCut = "width") 
 def spares_attention(model: Any, plan: Mapping[str, str]) -> bool:
     """Tell whether a plan was read off a graph, so that it cuts no heads."""
     lines = {line for line, style in plan.items() if style not in _OF_VOCABULARIES}
-    return not getattr(model, "tp_plan", None) and bool(lines) and lines <= _derived(model).keys()
-
-
-def _derived(model: Any) -> Mapping[str, str]:
-    kind = getattr(getattr(model, "config", None), "model_type", "")
-    return derived(kind) if kind else {}
+    return not getattr(model, "tp_plan", None) and bool(lines) and lines <= derived(model).keys()
 
 
 def _known(line: str, plan: Mapping[str, str], owners: set[str]) -> bool:
