@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 
 from core.common.passes.identity import bytecode
 from core.compilation.cache.uncacheable import Uncacheable
@@ -41,7 +42,7 @@ _BY_TEXT = (
     *(types.UnionType, types.GenericAlias, re.Pattern, torch._ops._Ops),
 )
 _GROUPS: tuple[Any, ...] = (torch.distributed.ProcessGroup,) if torch.distributed.is_available() else ()
-_MESHES: tuple[Any, ...] = (torch.distributed.DeviceMesh,) if torch.distributed.is_available() else ()
+_MESHES: tuple[Any, ...] = (device_mesh.DeviceMesh,) if torch.distributed.is_available() else ()
 _STATELESS = (object, types.CellType, weakref.ref)
 """Classes whose objects have no state of their own, or only refer to objects that have texts of their own."""
 _MAPPINGS, _SEQUENCES, _SETS = (dict, types.MappingProxyType), (tuple, list, deque), (set, frozenset)
