@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.common.telling import ranks_text
+from core.engine.parallel.rank import PHASES
 from core.errors import CoreError, EngineError, ModelError, UsageError, error_from_json
 from core.host.workers.process import ending
 
 _GIVEN = (UsageError, ModelError)
 """Errors about what the user gave, which each rank finds by itself."""
-_PHASES = ("start", "load", "capture", "serve")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ def _is_alone(first: RankState, states: Sequence[RankState]) -> bool:
 
     Else they were ended before they could say the same.
     """
-    past = [each for each in states if each.phase in _PHASES[_PHASES.index(first.phase) + 1 :]]
+    past = [each for each in states if each.phase in PHASES[PHASES.index(first.phase) + 1 :]]
     others = [each for each in states if each.outcome is not None and each.error != first.error]
     return bool(past or others or (first.outcome or {}).get("memory"))
 

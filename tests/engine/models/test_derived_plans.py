@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.engine.models.sharding.derived import derived, lines_in
+from core.engine.models.sharding.plan import plan_of
 from core.engine.models.tiny import tiny_config
+from core.errors import UsageError
 from tests.common.processes import launch
+from tests.support import refused
 
 transformers = pytest.importorskip("transformers")
 CUT = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -102,7 +105,7 @@ def test_a_configuration_is_read_once_without_weights() -> None:
     lines = {"model.decoder.layers.*.fc1": "colwise", "model.decoder.layers.*.fc2": "rowwise"}
     with torch.device("meta"):
         model, again = (transformers.AutoModelForCausalLM.from_config(tiny_config("opt")) for _ in range(2))
-    assert derived(model) == lines and derived(again) is derived(model)
+    assert derived(model) == (lines, "") and derived(again) is derived(model)
 
 
 def test_a_model_that_cannot_be_traced_has_no_plan() -> None:
@@ -111,7 +114,10 @@ def test_a_model_that_cannot_be_traced_has_no_plan() -> None:
 
     kind: Any = type("Broken", (transformers.OPTForCausalLM,), {"forward": broken})
     with torch.device("meta"):
-        assert derived(kind(tiny_config("opt"))) == {} == derived(nn.Linear(2, 2))
+        model = kind(tiny_config("opt"))
+    assert derived(model)[0] == derived(nn.Linear(2, 2))[0] == {}
+    with refused(UsageError, "no plan of its own, and its graph can't be read: "):
+        plan_of(model, 2)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,28 +18,27 @@ from torch import Tensor, fx, nn
 from core.common.node_meta import value_of
 from core.common.passes import view
 from core.engine.models.sharding.lines import line_of, pattern
+from core.errors import one_line
 
-log = logging.getLogger("core.engine")
 _NUM_TOKENS, _NUM_LAYERS = 8, 2
-_known: dict[tuple[type, str], Mapping[str, str]] = {}
+_known: dict[tuple[type, str], tuple[Mapping[str, str], str]] = {}
 
 
-def derived(model: Any) -> Mapping[str, str]:
-    """Return lines -> style for a model of transformers: nothing where its graph can't be traced.
+def derived(model: Any) -> tuple[Mapping[str, str], str]:
+    """Return lines -> style for a model of transformers, and why its graph can't be read, "" where it was.
 
     Read once for each class and configuration, off a model of its first layers without weights, as many as show each
     kind of layer that its configuration names.
     """
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_json_string", None)):
-        return {}
+        return {}, "it has no configuration of transformers"
     key = (type(model), str(config.to_json_string()))
     if key not in _known:
         try:
-            _known[key] = lines_in(_short(model))
-        except Exception:  # whatever code of a model raises
-            log.debug("no plan is read off the graph of %s", type(model).__name__, exc_info=True)
-            _known[key] = {}
+            _known[key] = lines_in(_short(model)), ""
+        except Exception as error:  # whatever code of a model raises
+            _known[key] = {}, f"{type(error).__name__}: {one_line(str(error))}"
     return _known[key]
 
 

@@ -56,9 +56,11 @@ def plan_of(model: nn.Module, num_processes: int, experts: ExpertCut = "width") 
     """Return the plan of `planned`; raise `UsageError` where there is none."""
     plan = planned(model, num_processes, experts).plan
     if not _cuts_layers(plan):
+        reason = derived(model)[1]
+        graph = f"can't be read: {reason}" if reason else "shows no products that can be cut together"
         raise UsageError(
             f"sharding {type(model).__name__} for tensor parallelism",
-            found="it has no plan of its own, and its graph shows no products that can be cut together",
+            found=f"it has no plan of its own, and its graph {graph}",
             remedy="run it on one rank, or in a script give shard_model a plan: {'layers.*.up_proj': 'colwise', …}",
         )
     return plan
@@ -91,7 +93,7 @@ def planned(model: nn.Module, num_processes: int, experts: ExpertCut = "width") 
     extra = {line: style for line, style in added.items() if line not in plan and not _known(line, plan, owners)}
     plan, extra = _by_number(modules, plan, extra, num_processes, experts)
     if not _cuts_layers({**plan, **extra}):
-        extra |= {line: style for line, style in derived(model).items() if any(map(pattern(line).fullmatch, names))}
+        extra |= {line: style for line, style in derived(model)[0].items() if any(map(pattern(line).fullmatch, names))}
     vocabulary, whole = _vocabulary(model, plan, num_processes)
     plan = {line: style for line, style in plan.items() if line not in whole}
     return Planned(plan={**plan, **extra, **vocabulary}, added=frozenset((*extra, *vocabulary)), whole=whole)
@@ -100,7 +102,7 @@ def planned(model: nn.Module, num_processes: int, experts: ExpertCut = "width") 
 def spares_attention(model: Any, plan: Mapping[str, str]) -> bool:
     """Tell whether a plan was read off a graph, so that it cuts no heads."""
     lines = {line for line, style in plan.items() if style not in _OF_VOCABULARIES}
-    return not getattr(model, "tp_plan", None) and bool(lines) and lines <= derived(model).keys()
+    return not getattr(model, "tp_plan", None) and bool(lines) and lines <= derived(model)[0].keys()
 
 
 def _known(line: str, plan: Mapping[str, str], owners: set[str]) -> bool:

@@ -99,6 +99,7 @@ class _Todo:
     grouped: list[Any]
     #: What can't be done, for the error.
     problems: list[str]
+    #: Whether it may cut attention; a plan that was read off a graph never does.
     cuts_heads: bool
 
     @staticmethod
@@ -135,7 +136,7 @@ class _Todo:
 
     def check(self) -> None:
         """Raise `UsageError` for what can't be cut."""
-        problems = [*self._heads(), *self.problems]
+        problems = [*(self._heads() if self.cuts_heads else ()), *self.problems]
         if problems:
             raise UsageError(
                 _asked(self.model),
@@ -177,8 +178,7 @@ class _Todo:
         return [
             f"{name} is {count}, which {self.count} processes do not divide"
             for name, count in counts
-            if self.cuts_heads
-            and isinstance(count, int)
+            if isinstance(count, int)
             and count % self.count
             and not (shared and name == "num_key_value_heads" and self.count % count == 0)
         ]
