@@ -20,6 +20,7 @@ from tests.support import refused
 
 transformers = pytest.importorskip("transformers")
 CUT = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+FEED_FORWARD = {"intermediate": "colwise", "output": "rowwise"}
 GATED = {**CUT, "layers.*.gate": "colwise"}
 
 
@@ -106,6 +107,13 @@ def test_a_configuration_is_read_once_without_weights() -> None:
     with torch.device("meta"):
         model, again = (transformers.AutoModelForCausalLM.from_config(tiny_config("opt")) for _ in range(2))
     assert derived(model) == (lines, "") and derived(again) is derived(model)
+
+
+def test_a_configuration_that_cannot_be_shortened_is_read_whole() -> None:
+    lines = {f"prophetnet.decoder.layers.*.feed_forward.{name}": style for name, style in FEED_FORWARD.items()}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(tiny_config("prophetnet"))
+    assert derived(model) == (lines, "")
 
 
 def test_a_model_that_cannot_be_traced_has_no_plan() -> None:

@@ -43,17 +43,25 @@ def derived(model: Any) -> tuple[Mapping[str, str], str]:
 
 
 def _short(model: Any) -> Any:
-    config = copy.deepcopy(model.config)
+    try:
+        config = _shortened(model.config)
+    except (AttributeError, NotImplementedError):  # some say their number of layers otherwise: all are read then
+        config = copy.deepcopy(model.config)
+    with torch.device("meta"):
+        made = type(model)(config).eval()
+    # Nothing writes there, so the kernel gives no memory; code of models mixes constants of the host with `meta`.
+    return made.to_empty(device="cpu")
+
+
+def _shortened(config: Any) -> Any:
+    config = copy.deepcopy(config)
     text = config.get_text_config()
     kinds = list(getattr(text, "layer_types", None) or ())
     count = max((kinds.index(kind) + 1 for kind in kinds), default=_NUM_LAYERS)
     text.num_hidden_layers = min(max(count, _NUM_LAYERS), text.num_hidden_layers)
     if kinds:
         text.layer_types = kinds[: text.num_hidden_layers]
-    with torch.device("meta"):
-        made = type(model)(config).eval()
-    # Nothing writes there, so the kernel gives no memory; code of models mixes constants of the host with `meta`.
-    return made.to_empty(device="cpu")
+    return config
 
 
 def lines_in(model: nn.Module) -> Mapping[str, str]:
