@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from core.compilation.capture.guards import GuardValues
     from core.compilation.capture.plain_call import OutputDims
     from core.compilation.rewrite.order import PassSwitches
-    from core.compilation.shared_trace import SharedTrace
+    from core.compilation.shared_trace import SharedGuard, SharedTrace
 
     ModeChoice: TypeAlias = Mode | tuple[Mode, ...]
     InputSets: TypeAlias = Sequence[Mapping[str, Tensor]]
@@ -106,6 +106,8 @@ class CompileOptions:
     examples: Examples | InputSets | None = None
     #: Phases that one trace may serve, since their models differ in one argument of one op only.
     shared: SharedTrace | None = None
+    #: Values of a guard that one trace may serve, since they only decide what the model returns.
+    shared_guard: SharedGuard | None = None
     #: Whether to keep finished graphs on disk and reuse them while nothing they depend on has changed (docs/cache.md).
     #: `CORE_CACHE=0` overrules it. None is the caller's default: an engine caches, `core.compile` does not.
     cache: bool | None = None

@@ -41,7 +41,7 @@ class TraceReport:
     #: Seconds of choosing implementations of canonical ops: compiling kernels that choosing waits for, timing those of
     #: which the fastest runs.
     choose_s: float = 0.0
-    #: The phase whose trace it shares; "" for a trace of its own.
+    #: The phase whose trace it shares, which may be its own, for other guards or buckets; "" for a trace of its own.
     trace_of: str = ""
     #: What calls became that several implementations take, by bucket.
     measured: tuple[MeasuredChoice, ...] = ()

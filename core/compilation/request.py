@@ -93,6 +93,8 @@ class CompileRequest:
         check_providers(options, device)
         if options.shared is not None:
             options.shared.check(table.phases)
+        if options.shared_guard is not None:
+            options.shared_guard.check(table.guards)
         return cls(
             models=models,
             device=device,

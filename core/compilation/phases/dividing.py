@@ -35,5 +35,6 @@ def divided(served: Sequence[ServedTrace], rewriter: Rewriter, buffers: StaticBu
                 trace,
                 keys=tuple(keys),
                 graph=replace(graph, elapsed_s=0.0) if number else graph,
+                trace_of=trace.trace_of or (keys[0].phase if number else ""),
                 reason="passes rewrite other buckets of the trace differently" if number else trace.reason,
             )

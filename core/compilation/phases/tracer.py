@@ -65,6 +65,8 @@ class Tracer:
         self._shared = request.options.shared
         self._buffers = buffers
         self._kept: list[_Kept] = []
+        #: Traces of several values of a guard, by all that they were made with.
+        self._of_values: dict[Any, TracedGraph] = {}
         self._counted: Counted | None = None
 
     def trace_phase(self, phase: str, *, counted: Counted | None = None) -> list[ServedTrace]:
@@ -101,6 +103,7 @@ class Tracer:
                 shared.phase = shared.phase or phase
             if served:
                 trace_of = shared.phase if shared is not None and shared.phase != phase else ""
+                trace_of = trace_of or (phase if traced.elapsed_s == 0 else "")  # made for other values of its guard
                 graph = replace(traced, elapsed_s=0.0) if trace_of else traced
                 yield ServedTrace(graph=graph, keys=served, reason=reason, trace_of=trace_of)
             remaining = [key for key, why in refused.items() if why is not None]
@@ -152,6 +155,20 @@ class Tracer:
     def _trace(
         self, model: Model, guards: KeyGuards, inputs: Mapping[str, Tensor], *, least: Literal[1, 2] = 2
     ) -> TracedGraph:
+        """Trace a phase, or take what it needs of a trace that was made for other values of its guard too."""
+        shared, constants = self._request.options.shared_guard, dict(guards)
+        if shared is None or constants.get(shared.name) not in shared.values or self._counted:
+            return self._trace_now(model, constants, inputs, least)
+        value, constants[shared.name] = constants[shared.name], shared.values
+        made_with = (id(model), *constants.items(), *((name, tensor.shape) for name, tensor in inputs.items()), least)
+        known = self._of_values.get(made_with)
+        traced = self._of_values[made_with] = known or self._trace_now(model, constants, inputs, least)
+        mine = shared.for_value(traced, value)
+        return replace(mine, elapsed_s=0.0) if known else mine
+
+    def _trace_now(
+        self, model: Model, constants: Mapping[str, Any], inputs: Mapping[str, Tensor], least: Literal[1, 2]
+    ) -> TracedGraph:
         # Tracing marks dimensions on the tensors it is given, and takes where a tensor lies in its memory for a size of
         # its own: hand it copies of the buffers, and aliases of the caller's tensors, not these themselves.
         bound = self._request.bound
@@ -162,7 +179,7 @@ class Tracer:
             name: [dim for dim, declared in enumerate(spec.shape) if isinstance(declared, str)]
             for name, spec in self._request.inputs.items()
         }
-        options: Any = {"dynamic": dynamic, "constants": dict(guards), "writable": bound, "least": least}
+        options: Any = {"dynamic": dynamic, "constants": constants, "writable": bound, "least": least}
         found = trace(model, examples, counted=self._counted, **options)
         depends = "" if self._request.device.capabilities.keeps_strides else stride_dependence(found.module)
         if depends:

@@ -20,7 +20,7 @@ from core.engine.paged.step_states import RecurrentStep, SlotStates, TokenStates
 from core.engine.steps.histories import STEP_OF_HISTORIES, Histories
 from core.engine.steps.inputs import table_names
 from core.engine.steps.positions import ServedPositions
-from core.engine.steps.sampling import next_tokens
+from core.engine.steps.sampling import TokensAndLogits, Ways, with_tokens
 
 
 class PagedLogits:
@@ -153,13 +153,14 @@ class PagedCall:
         *,
         sampling_params: Tensor,
         history_rows: Tensor | None = None,
-        sampling: Sampling = "greedy",
+        sampling: Ways = "greedy",
         lora: bool = False,
         **step: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> TokensAndLogits:
         """Return tokens (rows,) and the model's logits (rows, vocabulary), or this process's part of them (`gather`).
 
-        sampling: a guard; with "shaped", the tokens are those of `Histories.choose`. lora: a guard; see `PagedLogits`.
+        sampling: a guard, or several of its values (`with_tokens`), where not `chooses_apart`; with "shaped", the
+        tokens are those of `Histories.choose`. lora: a guard; see `PagedLogits`.
         """
         head = self.logits.head
         if sampling == "greedy" and head is not None and head.chosen_apart:
@@ -170,7 +171,12 @@ class PagedCall:
             assert history_rows is not None and self._histories is not None
             inputs = {name: step[name] for name in STEP_OF_HISTORIES}
             return self._histories.choose(logits, sampling_params, history_rows=history_rows, **inputs), logits
-        return next_tokens(logits, sampling_params, sampling), logits
+        return with_tokens(logits, sampling_params, sampling)
+
+    @property
+    def chooses_apart(self) -> bool:
+        """Whether greedy tokens are chosen of each process's own logits, so that other ways need another model."""
+        return self.logits.head is not None and bool(self.logits.head.chosen_apart)
 
     def probed(self, **step: Any) -> Tensor:
         """Return the model's logits, and find out whether each process can choose among those that it has.

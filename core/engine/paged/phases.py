@@ -49,13 +49,16 @@ def options(
     lens: Mapping[str, int],
     *,
     packed: bool,
+    apart: bool,
     reset: Callable[[], None] | None,
     **how: Any,
 ) -> CompileOptions:
     """Return how the phases are compiled.
 
     reset: brings recurrent states back; None for a model without. packed: whether its prompts may have graphs.
+    apart: of `PagedCall.chooses_apart`.
     """
+    how |= {"shared_guard": None} if apart else {}
     how |= {"outputs": [("rows",), ("rows", None)]}
     if reset is None:
         how["shared"] = SharedTrace(op="core::attention", argument="max_query_len", values=dict(lens))

@@ -224,7 +224,7 @@ class PagedRunner:
 
     def _compile(self, buckets: Buckets, config: EngineConfig, *, packed: bool, **how: Any) -> None:
         """Compile the phases. packed: whether prompts may have graphs where layers keep recurrent states."""
-        how |= {"examples": self._examples, "packed": packed}
+        how |= {"examples": self._examples, "packed": packed, "apart": self._calls["decode"].chooses_apart}
         how["reset"] = self._paged.recurrent.restore if self._keeps_states else None
         options = phases.options(config, self._device.capabilities, self._lens, **how)
         inputs = step_inputs(self._max_blocks, self.num_groups, shaped="shaped" in self._sampling, **self._kinds)

@@ -24,7 +24,14 @@ from core.engine.recompute.opening import COST, open_whole, refuse_cached
 from core.engine.recompute.self_check import Batch, Probes
 from core.engine.static.slots import Slots
 from core.engine.steps.runner import MAX_PREFILL_TOKENS, EngineConfig, one_or_all, powers
-from core.engine.steps.sampling import GREEDY_ROW, next_tokens, sampling_guard, sampling_params_input
+from core.engine.steps.sampling import (
+    GREEDY_ROW,
+    TokensAndLogits,
+    Ways,
+    sampling_guard,
+    sampling_params_input,
+    with_tokens,
+)
 from core.engine.steps.sleeper import Sleeper
 from core.engine.steps.step import Flight, Step, StepOutput, sampled_by_request
 from core.errors import CaptureError
@@ -210,7 +217,7 @@ class RecomputeRunner:
         self.program.close()
 
     def _decode(
-        self, input_ids: Tensor, lengths: Tensor, sampling_params: Tensor, sampling: Sampling = "greedy"
-    ) -> tuple[Tensor, Tensor]:
+        self, input_ids: Tensor, lengths: Tensor, sampling_params: Tensor, sampling: Ways = "greedy"
+    ) -> TokensAndLogits:
         logits = self._forward(input_ids, lengths)
-        return next_tokens(logits, sampling_params, sampling), logits
+        return with_tokens(logits, sampling_params, sampling)

@@ -22,7 +22,7 @@ from core.engine.static.model import StaticModel, open_static, prepare_static
 from core.engine.static.self_check import RunRows, told_of, why_not_in_graphs
 from core.engine.static.slots import Slots
 from core.engine.steps.runner import EngineConfig, one_or_all
-from core.engine.steps.sampling import next_tokens, sampling_guard
+from core.engine.steps.sampling import TokensAndLogits, Ways, sampling_guard, with_tokens
 from core.engine.steps.sleeper import Sleeper
 from core.engine.steps.step import Flight, Step, StepOutput, sampled_by_request
 from core.errors import CaptureError, ModelError, TraceError
@@ -290,7 +290,7 @@ class StaticRunner:
         sampling_params: Tensor,
         position_ids: Tensor | None = None,
         active: Tensor | None = None,
-        sampling: Sampling = "greedy",
-    ) -> tuple[Tensor, Tensor]:
+        sampling: Ways = "greedy",
+    ) -> TokensAndLogits:
         logits = self._on_cache.decode(input_ids, position_ids, active)
-        return next_tokens(logits, sampling_params, sampling), logits
+        return with_tokens(logits, sampling_params, sampling)

@@ -25,7 +25,18 @@ MAX_DRAFTS = 1024
 MAX_PREFILL_TOKENS = 2048
 """Tokens of a step that holds prompts, unless buckets are given: enough to keep a large accelerator busy, and few
 enough that generating sequences do not wait long."""
-OF_THE_ENGINE = ("guards", "outputs", "bound", "reset", "relocate", "examples", "shared", "progress", "deterministic")
+OF_THE_ENGINE = (
+    "guards",
+    "outputs",
+    "bound",
+    "reset",
+    "relocate",
+    "examples",
+    "shared",
+    "shared_guard",
+    "progress",
+    "deterministic",
+)
 """Options of a compile that describe the engine's own phases; how these are compiled, the user says by the others."""
 _LEAST = {"max_num_seqs": 1, "block_size": 1, "max_model_len": 2, "speculative": 0, "max_loras": 0, "max_lora_rank": 1}
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -211,9 +222,13 @@ class EngineConfig:
 
     def compile_options(self, phases: Iterable[str], capabilities: Capabilities, **own: Any) -> CompileOptions:
         """Return the options by which these phases are compiled. own: the runner's values of `OF_THE_ENGINE`."""
+        from core.compilation.shared_trace import SharedGuard  # a configuration is made without torch
+
         modes = {phase: one_or_all(self.modes_of(phase, capabilities)) for phase in phases}
         lora: dict[str, Any] = {"lora": (False, True)} if self.max_loras else {}
         guards = {phase: lora for phase in modes if lora} | {"decode": {"sampling": self.sampling, **lora}}
+        if {"greedy", "random"} <= set(self.sampling):  # "shaped" also writes
+            own = {"shared_guard": SharedGuard(name="sampling", values=("greedy", "random"))} | own
         options = replace(self.options, mode=modes, guards=guards, deterministic=self.deterministic, **own)
         return options.with_defaults(cache=True)
 

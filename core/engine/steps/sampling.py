@@ -14,6 +14,8 @@ from core.common.ops.sampling import ARGMAX, NUM_PARAMS, SAMPLE
 from core.compilation.capture.inputs import InputSpec
 from core.engine.config import Sampling, SamplingParams
 
+Ways = Sampling | tuple[Sampling, ...]
+TokensAndLogits = tuple[Tensor, Tensor] | dict[Sampling, tuple[Tensor, Tensor]]
 _WAYS: tuple[Sampling, ...] = get_args(Sampling)
 GREEDY_ROW = (0.0, 0.0, 1.0, 0.0)
 
@@ -54,6 +56,13 @@ def make_generator(params: SamplingParams) -> torch.Generator | None:
     else:
         generator.manual_seed(params.seed)
     return generator
+
+
+def with_tokens(logits: Tensor, sampling_params: Tensor, sampling: Ways) -> TokensAndLogits:
+    """Return what a compiled step returns: its next tokens and the logits; for several ways, by way (`SharedGuard`)."""
+    if isinstance(sampling, tuple):
+        return {way: (next_tokens(logits, sampling_params, way), logits) for way in sampling}
+    return next_tokens(logits, sampling_params, sampling), logits
 
 
 def next_tokens(logits: Tensor, sampling_params: Tensor, sampling: Sampling) -> Tensor:
