@@ -230,7 +230,9 @@ def test_adapters_run_on_the_kernels_and_join_where_layers_do(kernel_device: tor
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
 def test_gates_of_a_delta_rule_share_a_launch(name: str, kernel_device: torch.device) -> None:
     device = device_of(kernel_device)
-    loaded = build_model(tiny_config(name), torch_device=device.torch_device, dtype=torch.bfloat16)
+    # In bf16 eager's own logits of this one are off by 0.11 on a GPU, which is too much to judge others by.
+    dtype = torch.float32 if name == "qwen3_next" else torch.bfloat16
+    loaded = build_model(tiny_config(name), torch_device=device.torch_device, dtype=dtype)
     with Engine(loaded, device, CONFIG) as engine:
         for trace in engine.report().traces:
             passes = {report.name: report for report in trace.passes}
