@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from core.common.lowering import UNKEPT, Artifacts
 from core.compilation.cache import factors, graphs
 from core.compilation.cache.artifacts import GraphArtifacts
+from core.compilation.cache.cached_graph import CachedGraph
 from core.compilation.cache.differences import Difference, Places, brief, each_line, explain, shown
 from core.compilation.cache.entry import Damaged, Gone
 from core.compilation.cache.folders import Untrusted
@@ -28,8 +29,8 @@ from core.compilation.cache.source import source_place
 from core.compilation.cache.store import SOURCE, Store, key_of
 from core.compilation.cache.uncacheable import Uncacheable
 from core.compilation.cache.values import names_in
-from core.compilation.report import CacheReport, TraceReport
-from core.compilation.trace.traced import ConstantSlot, TracedGraph
+from core.compilation.capture.alike import Cut
+from core.compilation.report import CacheReport
 
 if TYPE_CHECKING:
     from core.common.passes.declaration import Pass
@@ -41,27 +42,6 @@ _MOST_IN_REASON, _MOST_LINES, _MOST_TRIED = 3, 24, 16
 MAX_CONTENT_BYTES = 1 << 20
 """Limit on the bytes whose content the passes of one graph may read: digests of more would cost what the cache
 saves."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CachedGraph:
-    """A graph as a phase runs it, with its account. breaks: the number of places where a piecewise mode cuts it.
-
-    contents: tensors whose content a pass may have read. sourceless: names of the tensors that passes added with
-    unknown sources.
-    """
-
-    traced: TracedGraph
-    report: TraceReport
-    breaks: int
-    contents: tuple[Tensor, ...] = ()
-    sourceless: tuple[str, ...] = ()
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The constants of the graph."""
-        found = (slot.value for slot in self.traced.slots if isinstance(slot, ConstantSlot))
-        return tuple(value for value in found if isinstance(value, Tensor))
 
 
 class ProgramCache:
@@ -267,7 +247,12 @@ class ProgramCache:
         again = graphs.decode_graph(json.loads(json.dumps(text)), self._targets, reading.tensors)
         if _without_places(graphs.encode_graph(again, self._targets, reading.path_of)) != _without_places(text):
             raise Uncacheable(f"the graph of {made.report.phase} does not read back as itself")
-        return {"breaks": made.breaks, "report": encode_report(made.report), "graph": text}
+        return {
+            "breaks": made.breaks,
+            "cut": made.cut and made.cut.to_json(),
+            "report": encode_report(made.report),
+            "graph": text,
+        }
 
     def _decode(self, text: Mapping[str, Any], live: Reading) -> dict[tuple[str, str], list[CachedGraph]]:
         contents = tuple(live.tensors[path] for each in live.values if (path := content_path(each)))
@@ -278,7 +263,8 @@ class ProgramCache:
             for one in each["graphs"]:
                 traced = graphs.decode_graph(one["graph"], self._targets, live.tensors)
                 report = decode_report(one["report"], known)
-                made.append(CachedGraph(traced=traced, report=report, breaks=one["breaks"], contents=contents))
+                how = {"breaks": one["breaks"], "cut": Cut.from_json(one["cut"]), "contents": contents}
+                made.append(CachedGraph(traced=traced, report=report, **how))
         return found
 
 

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from core.common.lowering import UNKEPT, Artifacts, FlatCallable, LoweringRequest
-from core.common.under_way import Steps, UnderWay
+from core.common.under_way import Steps, UnderWay, finish
 from core.compilation.account import num_ranks
+from core.compilation.capture.alike import cuts, divide
 from core.compilation.capture.pieces import lower_pieces
 from core.compilation.measuring import BucketValues, MeasuredChoice, Measurer
+from core.compilation.phases.divided import Divided
 from core.compilation.phases.phase import with_values
 from core.compilation.shared_trace import copy_graph
 from core.compilation.trace.traced import ConstantSlot, InputSlot
@@ -22,7 +24,7 @@ from core.errors import CoreError, LoweringError
 
 if TYPE_CHECKING:
     from core.common.graphs.backend import BoundCallable, GraphKey
-    from core.compilation.cache.program_cache import CachedGraph
+    from core.compilation.cache.cached_graph import CachedGraph
     from core.compilation.implementations import OpChoice
     from core.compilation.phases.phase import Stages
     from core.compilation.trace.traced import TracedGraph
@@ -72,12 +74,23 @@ class BucketLowering:
         given = zip(placeholders, traced.values(views), own, strict=True)
         return BucketValues(traced.sizes(views), {node: value for node, value, keep in given if keep})
 
+    def cut(self, graphs: Sequence[CachedGraph]) -> list[CachedGraph]:
+        """Return the phase's graphs with the places where those are cut that begin alike.
+
+        None is cut where a compiler's work is not kept, since it would be done again for each that asks.
+        """
+        shared = self._stages.cache is not None and self._name in self._device.lowerings.begins
+        if not shared or any(graph.breaks or graph.traced.counters for graph in graphs):
+            return list(graphs)
+        found = cuts([graph.traced for graph in graphs])
+        return [replace(graph, cut=cut) for graph, cut in zip(graphs, found, strict=True)]
+
     def begin(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...]) -> None:
         """Begin to lower a graph in one of its buckets, if the lowering's compiler runs by itself; `lower` waits."""
-        begin = self._device.lowerings.begins.get(self._name)
-        if begin is not None and key not in self._begun and not graph.breaks and not self._in_background:
+        compiles = self._name in self._device.lowerings.begins
+        if compiles and key not in self._begun and not graph.breaks and not self._in_background:
             with self._explained(key):
-                self._begun[key] = UnderWay(begin(self._lowering_request(graph, key, values, lazy=True)))
+                self._begun[key] = UnderWay(self._compiled(key, graph, values))
 
     def abandon(self) -> None:
         """End the compilers of all that was begun and not asked for."""
@@ -97,9 +110,22 @@ class BucketLowering:
         return with_values(lower(self._lowering_request(graph, key, values)), values)
 
     def _steps(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...]) -> Steps[BoundCallable]:
-        request = self._lowering_request(graph, key, values, lazy=True)
-        request = replace(request, background=True, note=self._stages.runner.background.note)
-        return with_values((yield from self._device.lowerings.begins[self._name](request)), values)
+        how = {"background": True, "note": self._stages.runner.background.note}
+        return with_values((yield from self._compiled(key, graph, values, **how)), values)
+
+    def _compiled(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...], **how: Any) -> Steps[FlatCallable]:
+        """Have a compiler make a graph, in two parts where others of the phase begin like it."""
+        begin = self._device.lowerings.begins[self._name]
+        if graph.cut is None:
+            return (yield from begin(replace(self._lowering_request(graph, key, values, lazy=True), **how)))
+        first, end, outputs = divide(self._placed(graph, key, lazy=True), graph.cut)
+        where = graph.traced.sizes(self._stages.buffers.views(key)), self._device.torch_device
+        given, handed = first.examples(values, *where), end.examples(values, *where)
+        begun = yield from begin(replace(self._request(first.graph, first.graph, given), **how))
+        ended: FlatCallable = end.graph.forward
+        if not end.is_short(handed):
+            ended = yield from begin(replace(self._request(end.graph, end.graph, handed), **how))
+        return Divided((begun, first), (ended, end), outputs, handed)
 
     def lower(self, key: GraphKey, graph: CachedGraph, values: tuple[Any, ...]) -> FlatCallable:
         """Return what runs a graph in one of its buckets; raise `LoweringError` with what to do instead."""
@@ -132,9 +158,9 @@ class BucketLowering:
 
     def _lower(self, graph: CachedGraph, key: GraphKey, values: tuple[Any, ...]) -> FlatCallable:
         if graph.breaks:
-            copy = copy_graph(graph.traced.module)
-            self._place(copy, _chosen(key, graph.report.measured))
-            return lower_pieces(copy, values, self._stages.pieces)
+            return lower_pieces(self._placed(graph, key), values, self._stages.pieces)
+        if graph.cut is not None:
+            return finish(self._compiled(key, graph, values))
         return self._lowering(self._lowering_request(graph, key, values))
 
     def _lowering_request(
@@ -142,13 +168,20 @@ class BucketLowering:
     ) -> LoweringRequest:
         """Return a request with a copy of the graph. lazy: its Python is written if it is called; a compiler that
         finds its work done reads the nodes alone."""
-        chosen = _chosen(key, graph.report.measured)
+        placed = self._placed(graph, key, lazy=lazy)
+        return self._request(placed, placed if graph.report.measured else graph.traced.module, values)
+
+    def _placed(self, graph: CachedGraph, key: GraphKey, *, lazy: bool = False) -> fx.GraphModule:
+        """Return a copy of the graph with the implementations that its calls get in a bucket."""
         copy = copy_graph(graph.traced.module, lazy=lazy)
-        self._place(copy, chosen)
-        # Files are kept by the graph as it is now: the lowering changes its own copy.
-        kept = self._artifacts(copy_graph(copy, lazy=True) if chosen else graph.traced.module, values)
-        note = self._stages.account.note
-        return LoweringRequest(graph=copy, example_inputs=values, artifacts=kept, note=note)
+        self._place(copy, _chosen(key, graph.report.measured))
+        return copy
+
+    def _request(self, graph: fx.GraphModule, like: fx.GraphModule, values: tuple[Any, ...]) -> LoweringRequest:
+        """Return a request for this graph. like: what files are kept by; a copy of it where it is the graph itself,
+        since the lowering changes that."""
+        kept = self._artifacts(copy_graph(like, lazy=True) if like is graph else like, values)
+        return LoweringRequest(graph=graph, example_inputs=values, artifacts=kept, note=self._stages.account.note)
 
     def _place(self, graph: fx.GraphModule, chosen: _Chosen) -> None:
         """Put implementations into a graph."""

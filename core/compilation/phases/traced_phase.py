@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.common.ops.declaration import declared_ops
 from core.compilation.arguments import check_breaks
-from core.compilation.cache.program_cache import CachedGraph
+from core.compilation.cache.cached_graph import CachedGraph
 from core.compilation.capture.pieces import mark_breaks, op_names
 from core.compilation.capture.plan import TracedCropper
 from core.compilation.implementations import unmet
@@ -67,7 +67,7 @@ class TracedPhase:
         """
         cache = self._stages.cache
         found = cache.load(self.name, self.mode) if cache is not None else None
-        self._made = self._make() if found is None else found
+        self._made = self._lowering.cut(self._make()) if found is None else found
         if cache is not None and found is None:
             cache.keep(self.name, self.mode, self._made)
         for graph in self._made:
@@ -265,10 +265,8 @@ class TracedPhase:
     def _tokens(self, served: tuple[GraphKey, ...]) -> tuple[int, int] | None:
         """Return the least and the most tokens that these keys serve; None without a dimension of that name."""
         table = self._request.table
-        if "tokens" not in table.dims:
-            return None
-        sizes = [table.sizes(key)["tokens"] for key in served]
-        return min(sizes), max(sizes)
+        sizes = [table.sizes(key)["tokens"] for key in served if "tokens" in table.dims]
+        return (min(sizes), max(sizes)) if sizes else None
 
 
 def _aliases(traced: TracedGraph, inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
