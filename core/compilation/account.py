@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -68,7 +68,7 @@ class Account:
             plugin=str(device.plugin),
             modes=dict(modes),
             lowering=device.lowerings.resolve(wanted)[0] if request.traced else "none",
-            traces=tuple(_accounted(traces)),
+            traces=_accounted(traces),
             buckets=tuple(self.buckets),
             static_bytes=static_bytes,
             total_s=time.perf_counter() - self.start,
@@ -82,16 +82,17 @@ class Account:
         )
 
 
-def _accounted(reports: Sequence[TraceReport]) -> Iterator[TraceReport]:
-    """Charge a shared trace to the first graph that uses it, where the trace's own phase fell back to no trace."""
-    owners = {report.phase for report in reports if not report.trace_of}
-    renamed: dict[str, str] = {}
-    for report in reports:
-        owner = renamed.get(report.trace_of, report.trace_of)
-        if owner and owner not in owners:
-            owners.add(report.phase)
-            renamed[owner], owner = report.phase, ""
-        yield replace(report, trace_of=owner)
+def _accounted(reports: Sequence[TraceReport]) -> tuple[TraceReport, ...]:
+    """Charge a shared trace to the first phase that still uses it, after the trace's own phase fell back to no
+    trace."""
+    known = {"", *(report.phase for report in reports)}
+    sharing = {report.trace_of: report.phase for report in reversed(reports) if report.trace_of not in known}
+
+    def owner(report: TraceReport) -> str:
+        phase = sharing.get(report.trace_of)
+        return report.trace_of if phase is None else "" if phase == report.phase else phase
+
+    return tuple(replace(report, trace_of=owner(report)) for report in reports)
 
 
 def num_ranks() -> int:

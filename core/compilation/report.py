@@ -27,7 +27,7 @@ class TraceReport:
 
     phase: str
     num_nodes: int
-    #: Seconds of tracing; 0.0 for a trace of another phase.
+    #: Seconds of tracing; 0.0 for a trace that it shares.
     trace_s: float
     passes_s: float
     passes: tuple[PassReport, ...]

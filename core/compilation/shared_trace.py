@@ -3,17 +3,16 @@ of a guard that only decide what a model returns (`SharedGuard`)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils import _pytree as pytree
 
 from core.common.ops.declaration import declared_ops, find_op
 from core.common.passes import is_impure
-from core.compilation.trace.traced import OutputTree, TracedGraph
-from core.errors import UsageError
+from core.compilation.trace.traced import OutputRef, OutputTree, TracedGraph
+from core.errors import TraceError, UsageError
 
 Literal = bool | int | float
 
@@ -74,46 +73,87 @@ class SharedTrace:
 class SharedGuard:
     """The caller's word that some values of a guard decide nothing but what the callables return.
 
-    Given a tuple of these values, a callable returns a mapping from each of them to what it returns with that one. One
-    trace then serves them all.
+    Given a tuple of these values, a callable returns a dict from each of them to what it returns with that one. One
+    trace then serves them all, in the buckets in which its conditions on sizes hold, those of each value. Values of
+    which one draws random numbers or writes into tensors on its way to its outputs are traced apart all the same.
     """
 
     name: str
-    #: Two values at least, without duplicates. Others that the guard has are traced on their own.
+    #: Two values at least, each once. Others that the guard has are traced on their own.
     values: tuple[Hashable, ...]
 
     def check(self, guards: Mapping[str, Mapping[str, Sequence[Hashable]]]) -> None:
         """Raise `UsageError` for values that no phase is captured for. guards: of each phase."""
         known = [value for each in guards.values() for value in each.get(self.name, ())]
-        if len(set(self.values)) < max(2, len(self.values)) or not set(self.values) <= set(known):
+        each_once = isinstance(self.values, tuple) and len(set(self.values)) == len(self.values) > 1
+        if not each_once or not set(self.values) <= set(known):
             raise UsageError(
-                f"sharing a trace between {list(self.values)} of guard {self.name!r}",
+                f"sharing a trace between {self.values!r} of guard {self.name!r}",
                 found=f"phases are captured for: {', '.join(map(repr, dict.fromkeys(known))) or 'no such guard'}",
-                remedy="name two of these values or more, each once",
+                remedy="give a tuple of two of these values or more, each once",
             )
+
+    def why_not(self, traced: TracedGraph) -> str | None:
+        """Return why the values can't share this trace of them all; None where they can.
+
+        Raises `TraceError` where its output is none of theirs.
+        """
+        spec = traced.output.spec
+        if spec.type is not dict or list(spec.context) != list(self.values):
+            raise TraceError(
+                f"tracing a model with {self.name}={self.values!r}, whose values share a trace",
+                found=f"it returns {spec}",
+                remedy="return a dict from each of these values to what the model returns with it, in their order",
+            )
+        given = _outputs_of(traced.module)
+        needed = [_before(given[ref.index] for ref in self._leaves(traced, v) if ref.index >= 0) for v in self.values]
+        shared = needed[0].intersection(*needed[1:])
+        alone = needed[0].union(*needed[1:]) - shared
+        calls = [node for node in traced.module.graph.nodes if node.op not in ("placeholder", "output")]
+        first = next((index for index, node in enumerate(calls) if node in alone), len(calls))
+        impure = next((node for node in calls[first:] if is_impure(node)), None)
+        return None if impure is None else f"{impure} is more than a value, and may belong to one of them alone"
 
     def for_value(self, traced: TracedGraph, value: Hashable) -> TracedGraph:
         """Return the trace of one value, from a trace of all: a graph of its own, over the same tensors and symbols.
 
-        It holds nothing that the other values alone asked for.
+        What the other values alone compute is left out.
         """
-        by_value = pytree.tree_unflatten(list(traced.output.leaves), traced.output.spec)
-        refs, spec = pytree.tree_flatten(by_value[value])
+        refs = self._leaves(traced, value)
         kept = list(dict.fromkeys(ref.index for ref in refs if ref.index >= 0))
         graph = copy_graph(traced.module, lazy=True)
-        output = graph.graph.output_node()
-        given: Sequence[fx.Node] = output.args[0]  # type: ignore[assignment]
-        output.args = (tuple(given[index] for index in kept),)
+        given = _outputs_of(graph)
+        graph.graph.output_node().args = (tuple(given[index] for index in kept),)
         there = _erase_unused(graph, [node for index, node in enumerate(given) if index not in kept])
+        leaves = tuple(replace(ref, index=kept.index(ref.index)) if ref.index >= 0 else ref for ref in refs)
         return replace(
             traced,
             module=graph,
             slots=tuple(slot for slot, is_there in zip(traced.slots, there, strict=True) if is_there),
-            output=OutputTree(
-                tuple(replace(ref, index=kept.index(ref.index)) if ref.index >= 0 else ref for ref in refs), spec
-            ),
+            output=OutputTree(leaves, traced.output.spec.child(self.values.index(value))),
             outputs=tuple(traced.outputs[index] for index in kept),
         )
+
+    def _leaves(self, traced: TracedGraph, value: Hashable) -> Sequence[OutputRef]:
+        number, spec = self.values.index(value), traced.output.spec
+        begin = sum(spec.child(index).num_leaves for index in range(number))
+        return traced.output.leaves[begin : begin + spec.child(number).num_leaves]
+
+
+def _outputs_of(graph: fx.GraphModule) -> Sequence[fx.Node]:
+    (outputs,) = graph.graph.output_node().args
+    return outputs  # type: ignore[return-value]
+
+
+def _before(ends: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return these nodes and all that they are computed of."""
+    waiting, found = list(ends), set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
 
 
 def _erase_unused(graph: fx.GraphModule, ends: Sequence[fx.Node]) -> list[bool]:

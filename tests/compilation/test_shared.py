@@ -166,6 +166,14 @@ def test_a_phase_that_can_not_be_captured_leaves_its_trace_to_the_other(monkeypa
     assert served(program) == [("prefill", [16], "")] and program.report().num_traces == 1
     check(program, plain)
 
+    def scaled(offset: float) -> Callable[..., Any]:
+        return lambda x, scale=1: gate(x, offset) * scale
+
+    models = {phase: scaled(offset) for phase, offset in OFFSETS.items()}
+    options = core.CompileOptions(shared=shared, guards={"scale": (1, 2)})
+    program = core.compile(models, device, inputs=ROWS, buckets=BUCKETS, options=options)
+    assert served(program) == [("prefill", [16], "")] * 2 and program.report().num_traces == 2
+
 
 def test_the_passes_of_a_phase_leave_the_shared_graph_alone() -> None:
     traced = trace(plain(0.5), {"x": torch.zeros(16, 4)}, dynamic={"x": [0]}, least=1)

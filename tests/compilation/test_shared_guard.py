@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import core
 from core import InputSpec, Program
 from core.compilation.phases import tracer as tracing
 from core.compilation.shared_trace import SharedGuard
+from core.compilation.trace.traced import OutputRef, OutputTree
 from core.compilation.trace.tracing import trace
-from core.errors import UsageError
+from core.errors import TraceError, UsageError
 from tests.support import compile_with, cpu, refused
 
 INPUTS = {"x": InputSpec(("n", 4), torch.float32), "noise": InputSpec(("n", 4), torch.float32)}
@@ -51,7 +53,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     asked: list[Any] = []
 
     def noting(*args: Any, constants: dict[str, Any], **options: Any) -> Any:
-        asked.append(constants["way"])
+        asked.append(constants.get("way"))
         return trace(*args, constants=constants, **options)
 
     monkeypatch.setattr(tracing, "trace", noting)
@@ -101,7 +103,7 @@ def test_a_graph_holds_what_its_value_needs_alone() -> None:
     assert whole.module.print_readable(print_output=False) == text
 
 
-def test_writes_stay_whichever_value_is_asked_for() -> None:
+def test_writes_of_the_common_part_stay_whichever_value_is_asked_for() -> None:
     seen = torch.zeros(4)
 
     def writing(x: Tensor, noise: Tensor, way: Any = "plain") -> Any:
@@ -110,10 +112,91 @@ def test_writes_stay_whichever_value_is_asked_for() -> None:
 
     given = example(4)
     whole = trace(writing, given, constants={"way": SHARED.values})
+    assert SHARED.why_not(whole) is None
     for way in SHARED.values:
         mine, before = SHARED.for_value(whole, way), seen.clone()
         mine.module(*mine.values(given))
         torch.testing.assert_close(seen - before, given["x"].sum(0))
+
+
+def drawing(hidden: Tensor, way: str) -> tuple[Tensor]:
+    return (hidden + torch.rand_like(hidden) if way == "noisy" else hidden - torch.rand_like(hidden),)
+
+
+def changing(hidden: Tensor, way: str) -> tuple[Tensor]:
+    if way == "plain":
+        return (hidden.relu(),)
+    changed = hidden.clone()
+    changed[0] = 5
+    return (changed,)
+
+
+@pytest.mark.parametrize("outcomes", [drawing, changing])
+def test_values_of_which_one_draws_or_writes_are_traced_apart(
+    outcomes: Callable[[Tensor, str], tuple[Tensor]], traced: list[Any]
+) -> None:
+    def whole(x: Tensor, noise: Tensor, way: Any = "plain") -> Any:
+        hidden = x @ WEIGHT
+        return {each: outcomes(hidden, each) for each in way} if isinstance(way, tuple) else outcomes(hidden, way)
+
+    program, given = compiled(whole, guards={"way": SHARED.values}, buckets=[4]), example(4)
+    assert traced == [SHARED.values, *SHARED.values] and program.report().num_traces == 2
+    for way in SHARED.values:
+        torch.manual_seed(0)
+        found = program(**given, guards={"way": way})
+        torch.manual_seed(0)
+        torch.testing.assert_close(found, whole(**given, way=way), rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_that_returns_no_dict_of_the_values_is_refused() -> None:
+    def ignoring(x: Tensor, noise: Tensor, way: Any = "plain") -> tuple[Tensor, ...]:
+        return x + 1, x - 1
+
+    with refused(TraceError, "way=('plain', 'noisy')", "return a dict from each of these values"):
+        compiled(ignoring, guards={"way": SHARED.values}, mode="compile")
+
+
+def test_phases_of_one_callable_have_traces_of_their_own_and_none_is_a_value(traced: list[Any]) -> None:
+    def scaled(x: Tensor, noise: Tensor, way: Any = "plain", scale: Any = 1) -> Any:
+        found = {None: (torch.ones_like(x, dtype=torch.int64) * scale,), "noisy": (x + noise,)}
+        return found if isinstance(way, tuple) else found[None if way == "plain" else way]
+
+    program = compiled(
+        {"a": scaled, "b": scaled, "c": scaled},
+        buckets={"a": [4], "b": [4], "c": [4]},
+        guards={"a": {"way": (None, "noisy"), "scale": (1,)}, "b": {"way": (None,), "scale": (1.0,)}},
+        shared_guard=replace(SHARED, values=(None, "noisy")),
+    )
+    given = example(4)
+    assert program("a", **given, guards={"way": None, "scale": 1})[0].dtype == torch.int64
+    assert program("b", **given, guards={"way": None, "scale": 1.0})[0].dtype == torch.float32
+    assert torch.equal(program("c", **given)[0], torch.ones(4, 4, dtype=torch.int64))
+    assert program.report().num_traces == 3
+
+
+def test_output_classes_are_made_of_tensors_alone() -> None:
+    made: list[type] = []
+
+    def unflatten(values: Any, context: Any) -> Any:
+        made.extend(map(type, values))
+        return Held(*values)
+
+    pytree.register_pytree_node(Held, lambda held: ([held.tensor], None), unflatten, serialized_type_name="tests.Held")
+    try:
+        whole = trace(model, example(4), constants={"way": SHARED.values})
+        leaf = whole.output.leaves[0]
+        spec = pytree.tree_structure({way: Held(torch.zeros(1)) for way in SHARED.values})
+        held = replace(whole, output=OutputTree((leaf, whole.output.leaves[2]), spec))
+        made.clear()
+        assert SHARED.for_value(held, "noisy").output.leaves == (OutputRef(index=0),)
+        assert OutputRef not in made
+    finally:
+        pytree._deregister_pytree_node(Held)
+
+
+class Held:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 def test_an_output_that_is_an_input_or_a_number_stays() -> None:
@@ -159,10 +242,11 @@ def test_a_model_that_counts_is_traced_for_each_value(traced: list[Any]) -> None
 @pytest.mark.parametrize(
     ("changes", "phrases"),
     [
-        ({"name": "absent"}, ("['plain', 'noisy'] of guard 'absent'", "no such guard")),
+        ({"name": "absent"}, ("('plain', 'noisy') of guard 'absent'", "no such guard")),
         ({"values": ("plain", "other")}, ("captured for: 'plain', 'noisy', 'double'",)),
-        ({"values": ("plain",)}, ("name two of these values or more, each once",)),
-        ({"values": ("plain", "plain")}, ("name two of these values or more, each once",)),
+        ({"values": ("plain",)}, ("give a tuple of two of these values or more, each once",)),
+        ({"values": ("plain", "plain")}, ("give a tuple of two of these values or more, each once",)),
+        ({"values": ["plain", "noisy"]}, ("['plain', 'noisy'] of guard", "give a tuple of two of these values")),
     ],
 )
 def test_values_that_can_not_be_shared_are_refused(changes: dict[str, Any], phrases: tuple[str, ...]) -> None:

@@ -65,13 +65,14 @@ class Tracer:
         self._shared = request.options.shared
         self._buffers = buffers
         self._kept: list[_Kept] = []
-        #: Traces of several values of a guard, by all that they were made with.
-        self._of_values: dict[Any, TracedGraph] = {}
+        #: Traces of several values of a guard, by all that they were made with; None where values can't share one.
+        self._of_values: dict[Any, TracedGraph | None] = {}
+        self._phase = ""
         self._counted: Counted | None = None
 
     def trace_phase(self, phase: str, *, counted: Counted | None = None) -> list[ServedTrace]:
         """Trace a phase for all its keys; raise `TraceError` where that can't be. counted: as for `trace`."""
-        self._counted = counted
+        self._phase, self._counted = phase, counted
         conditions: dict[KeyGuards, list[GraphKey]] = {}
         for key in self._table.phases[phase]:
             conditions.setdefault(key.guards, []).append(key)
@@ -155,16 +156,26 @@ class Tracer:
     def _trace(
         self, model: Model, guards: KeyGuards, inputs: Mapping[str, Tensor], *, least: Literal[1, 2] = 2
     ) -> TracedGraph:
-        """Trace a phase, or take what it needs of a trace that was made for other values of its guard too."""
+        """Trace the phase, or take what it needs of a trace that was made for other values of its guard too."""
         shared, constants = self._request.options.shared_guard, dict(guards)
-        if shared is None or constants.get(shared.name) not in shared.values or self._counted:
+        shares = shared is not None and shared.name in constants and constants[shared.name] in shared.values
+        if shared is None or not shares or self._counted:
             return self._trace_now(model, constants, inputs, least)
-        value, constants[shared.name] = constants[shared.name], shared.values
-        made_with = (id(model), *constants.items(), *((name, tensor.shape) for name, tensor in inputs.items()), least)
-        known = self._of_values.get(made_with)
-        traced = self._of_values[made_with] = known or self._trace_now(model, constants, inputs, least)
-        mine = shared.for_value(traced, value)
-        return replace(mine, elapsed_s=0.0) if known else mine
+        of_all = constants | {shared.name: shared.values}
+        shapes = tuple((name, tensor.shape) for name, tensor in inputs.items())
+        typed = tuple((name, type(value), value) for name, value in of_all.items())
+        made_with = self._phase, typed, shapes, least, self._counted is None
+        is_new = made_with not in self._of_values
+        if is_new:
+            traced = self._trace_now(model, of_all, inputs, least)
+            why = shared.why_not(traced)
+            self._of_values[made_with] = None if why else traced
+            log.info("values of %s are traced apart: %s", shared.name, why) if why else None
+        known = self._of_values[made_with]
+        if known is None:
+            return self._trace_now(model, constants, inputs, least)
+        mine = shared.for_value(known, constants[shared.name])
+        return mine if is_new else replace(mine, elapsed_s=0.0)
 
     def _trace_now(
         self, model: Model, constants: Mapping[str, Any], inputs: Mapping[str, Tensor], least: Literal[1, 2]
