@@ -14,7 +14,7 @@ import core
 from core import InputSpec
 from core.common.lowering import FlatCallable, LoweringRequest, Lowerings, inline
 from core.common.under_way import Steps
-from core.compilation.capture.alike import Cut, cuts, divide
+from core.compilation.capture.alike import Cut, Part, cuts, divide
 from core.compilation.phases.divided import Divided
 from core.compilation.trace.traced import TracedGraph
 from core.compilation.trace.tracing import trace
@@ -48,6 +48,8 @@ class Model(nn.Module):
         if way == "transposed":
             turned = hidden.t()
             return (turned + noise.t()).relu(), turned
+        if way == "prefix":
+            return (hidden,)
         if way == "rows":
             return hidden * x.shape[0] + 1, hidden
         return (((hidden + noise) * 2).relu() if way == "noisy" else hidden.relu()), hidden
@@ -101,7 +103,7 @@ def test_another_weight_is_no_common_beginning() -> None:
     assert set(cuts(graphs)) == {None}
 
 
-@pytest.mark.parametrize("way", [*WAYS, "transposed", "writing"])
+@pytest.mark.parametrize("way", [*WAYS, "transposed", "writing", "prefix"])
 def test_the_parts_give_the_numbers_of_the_whole(way: str) -> None:
     model = Model()
     graphs = traced(model, dict.fromkeys((*WAYS, way)))
@@ -210,3 +212,17 @@ def test_without_a_cache_nothing_is_shared_and_graphs_stay_whole() -> None:
     start(compiler, model, WAYS, cache=False)
     least = min(compiler.made)
     assert least > 13 and sorted(compiler.made) == sorted(2 * [least, least + 2, least + 1])
+
+
+@pytest.mark.parametrize(("body", "expected"), [(lambda x: x.relu(), True), (lambda x: x.relu() + 1, False)])
+def test_an_end_of_one_call_is_short(body: Any, expected: bool) -> None:
+    assert Part(torch.fx.symbolic_trace(body), (0,)).is_short((torch.ones(2),)) is expected
+
+
+def test_an_end_that_no_fake_tells_of_is_left_to_the_compiler() -> None:
+    def reads(x: Tensor) -> Tensor:
+        return x * float(x.sum())
+
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(reads, (graph.placeholder("x"),)),))
+    assert not Part(torch.fx.GraphModule(nn.Module(), graph), (0,)).is_short((torch.ones(2),))
