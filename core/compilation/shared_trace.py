@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils import _pytree as pytree
 
 from core.common.ops.declaration import declared_ops, find_op
 from core.common.passes import is_impure
@@ -99,7 +100,8 @@ class SharedGuard:
         Raises `TraceError` where its output is none of theirs.
         """
         spec = traced.output.spec
-        if spec.type is not dict or list(spec.context) != list(self.values):
+        parts = [spec.child(index) for index in range(spec.num_children)]
+        if spec != pytree.TreeSpec(dict, list(self.values), parts):
             raise TraceError(
                 f"tracing a model with {self.name}={self.values!r}, whose values share a trace",
                 found=f"it returns {spec}",

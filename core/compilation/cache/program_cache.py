@@ -17,14 +17,13 @@ from torch import Tensor, fx
 from core.common.lowering import UNKEPT, Artifacts
 from core.compilation.cache import factors, graphs
 from core.compilation.cache.artifacts import GraphArtifacts
-from core.compilation.cache.cached_graph import CachedGraph
 from core.compilation.cache.differences import Difference, Places, brief, each_line, explain, shown
 from core.compilation.cache.entry import Damaged, Gone
 from core.compilation.cache.folders import Untrusted
 from core.compilation.cache.literals import Targets
 from core.compilation.cache.lookups import ABSENT
 from core.compilation.cache.reading import Layouts, Reading, content_of, content_path, expressions_of
-from core.compilation.cache.reports import decode_report, encode_report
+from core.compilation.cache.reports import CachedGraph, decode_report, encode_report
 from core.compilation.cache.source import source_place
 from core.compilation.cache.store import SOURCE, Store, key_of
 from core.compilation.cache.uncacheable import Uncacheable

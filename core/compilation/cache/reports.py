@@ -1,18 +1,45 @@
-"""The report of a graph as JSON, and back: what passes did to it, and which implementations its ops got."""
+"""A finished graph with its report, and the report as JSON and back: what passes did, which implementations ops got."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from torch import Tensor
 
 from core.common.graphs.backend import GraphKey
 from core.common.passes.results import NearMiss
 from core.compilation.cache.literals import decode, encode
+from core.compilation.capture.alike import Cut
 from core.compilation.implementations import OpChoice
 from core.compilation.measuring import MeasuredChoice
 from core.compilation.report import TraceReport
 from core.compilation.rewrite.pass_report import PassReport
+from core.compilation.trace.traced import ConstantSlot, TracedGraph
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedGraph:
+    """A graph as a phase runs it, with its account. breaks: the number of places where a piecewise mode cuts it.
+
+    contents: tensors whose content a pass may have read. sourceless: names of the tensors that passes added with
+    unknown sources.
+    """
+
+    traced: TracedGraph
+    report: TraceReport
+    breaks: int
+    #: Where it is cut to be compiled in two parts.
+    cut: Cut | None = None
+    contents: tuple[Tensor, ...] = ()
+    sourceless: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The constants of the graph."""
+        found = (slot.value for slot in self.traced.slots if isinstance(slot, ConstantSlot))
+        return tuple(value for value in found if isinstance(value, Tensor))
 
 
 def encode_report(report: TraceReport) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from core.errors import CoreError, LoweringError
 
 if TYPE_CHECKING:
     from core.common.graphs.backend import BoundCallable, GraphKey
-    from core.compilation.cache.cached_graph import CachedGraph
+    from core.compilation.cache.reports import CachedGraph
     from core.compilation.implementations import OpChoice
     from core.compilation.phases.phase import Stages
     from core.compilation.trace.traced import TracedGraph

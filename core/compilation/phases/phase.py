@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from core.common.graphs.backend import BoundCallable, GraphKey
     from core.common.lowering import FlatCallable
     from core.compilation.account import Account
-    from core.compilation.cache.cached_graph import CachedGraph
     from core.compilation.cache.program_cache import ProgramCache
+    from core.compilation.cache.reports import CachedGraph
     from core.compilation.capture.bucket_report import BucketReport
     from core.compilation.capture.buffers import StaticBuffers
     from core.compilation.capture.pieces import PieceLowering

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.common.ops.declaration import declared_ops
 from core.compilation.arguments import check_breaks
-from core.compilation.cache.cached_graph import CachedGraph
+from core.compilation.cache.reports import CachedGraph
 from core.compilation.capture.pieces import mark_breaks, op_names
 from core.compilation.capture.plan import TracedCropper
 from core.compilation.implementations import unmet

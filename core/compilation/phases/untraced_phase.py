@@ -19,7 +19,7 @@ from core.errors import CaptureError, CoreError, GraphResourcesError, one_line
 
 if TYPE_CHECKING:
     from core.common.graphs.backend import GraphKey
-    from core.compilation.cache.cached_graph import CachedGraph
+    from core.compilation.cache.reports import CachedGraph
     from core.compilation.phases.phase import Captured, Record, Stages
     from core.device import Mode
 
