@@ -7,12 +7,14 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from core.cli.reports import run
 from core.cli.reports import timeline as timelines
 from core.cli.reports.page import to_html
 from core.cli.reports.timeline import RunTimeline, Span
@@ -111,6 +113,21 @@ def program(**times: float) -> ProgramReport:
         static_bytes=0,
         total_s=15.0,
     )
+
+
+def test_graphs_of_one_phase_are_told_apart_by_their_guards() -> None:
+    alone = program(trace_s=4.0, passes_s=1.0)
+    (trace,) = alone.traces
+    ways = [
+        replace(trace, buckets=(GraphKey("decode", (1,), (("sampling", way), ("lora", False))),))
+        for way in ("greedy", "random")
+    ]
+    assert run._graph_of(trace, alone) == "decode"
+    both = replace(alone, traces=(*ways, replace(trace, phase="prefill")))
+    assert [run._graph_of(each, both) for each in both.traces] == [
+        *(f"decode (sampling={way}, lora=False)" for way in ("greedy", "random")),
+        "prefill",
+    ]
 
 
 def test_the_start_is_itemised_by_what_the_program_says_that_it_took(clock: Clock) -> None:

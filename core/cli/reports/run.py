@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from core.cli.reports.timeline import RunTimeline
-    from core.compilation.report import ProgramReport
+    from core.compilation.report import ProgramReport, TraceReport
     from core.engine.check.comparison import Comparison
     from core.engine.models.loading import LoadedModel
     from core.engine.parallel.rank import Rank
@@ -86,9 +86,16 @@ def _rows(engine: Engine, comparison: Comparison | None, rank: Rank, skipped: st
         *(("note", note) for note in report.notes),
         *(("larger bucket", f"{count} times, {which}") for which, count in report.stand_ins.items()),
         *(("eager", f"{count} times, {reason}") for reason, count in report.fallbacks.items()),
-        *((f"passes, {trace.phase}", trace.passes_line()) for trace in report.traces),
+        *((f"passes, {_graph_of(trace, report)}", trace.passes_line()) for trace in report.traces),
     ]
     return rows + (_drafts_rows(engine) if engine.config.speculative else [])
+
+
+def _graph_of(trace: TraceReport, report: ProgramReport) -> str:
+    """Return the phase of a graph, with its guards where the phase has several graphs."""
+    alone = sum(each.phase == trace.phase for each in report.traces) == 1
+    guards = "" if alone else ", ".join(f"{name}={value}" for name, value in trace.buckets[0].guards)
+    return f"{trace.phase} ({guards})" if guards else trace.phase
 
 
 def _drafts_rows(engine: Engine) -> list[tuple[str, str]]:
