@@ -102,6 +102,15 @@ class ProgramCache:
             under_way=self._under_way,
         )
 
+    @property
+    def keeps_artifacts(self) -> bool:
+        """Whether a lowering's artefacts of a graph are there for equal graphs; it asks the folder."""
+        try:
+            self._store.lowered.open()
+        except (OSError, Untrusted):
+            return False
+        return self.report.state != "refused"
+
     def save(self) -> None:
         """Write the entry if anything was made; log the reason if that fails."""
         if not self._made or self.report.state in ("refused", "off"):

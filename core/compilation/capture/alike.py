@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.common.node_meta import value_of
@@ -107,7 +108,7 @@ def _described(index: int, fake: Any, traced: TracedGraph) -> Handed | None:
         return names.get(size.node.expr) if isinstance(size, torch.SymInt) else size
 
     shape, stride = (tuple(map(named, dims)) for dims in (fake.shape, fake.stride()))
-    known = None not in (*shape, *stride)
+    known = None not in (*shape, *stride) and 0 not in stride  # one number in several places can't be written anew
     return Handed(index, str(fake.dtype).removeprefix("torch."), shape, stride) if known else None
 
 
@@ -213,4 +214,4 @@ def _part(
     for node in (*(node for _, node in takes), *calls):
         copies[node] = part.node_copy(node, copies.__getitem__)
     part.output(tuple(copies[node] for node in results))
-    return Part(fx.GraphModule(graph, part), tuple(index for index, _ in takes), tuple(handed.values()))
+    return Part(_LazyGraphModule(graph, part), tuple(index for index, _ in takes), tuple(handed.values()))

@@ -79,8 +79,9 @@ class BucketLowering:
 
         None is cut where a compiler's work is not kept, since it would be done again for each that asks.
         """
-        shared = self._stages.cache is not None and self._name in self._device.lowerings.begins
-        if not shared or any(graph.breaks or graph.traced.counters for graph in graphs):
+        cache = self._stages.cache
+        kept = self._name in self._device.lowerings.begins and cache is not None and cache.keeps_artifacts
+        if not kept or any(graph.breaks or graph.traced.counters for graph in graphs):
             return list(graphs)
         found = cuts([graph.traced for graph in graphs])
         return [replace(graph, cut=cut) for graph, cut in zip(graphs, found, strict=True)]

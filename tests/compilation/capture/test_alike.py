@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +46,9 @@ class Model(nn.Module):
         if way.startswith("viewed"):
             turned = x.t()
             return (turned * noise.t() if way == "viewed" else turned - noise.t()), hidden
+        if way.startswith("mean"):
+            wide = hidden.mean(1, keepdim=True).expand(-1, 8)
+            return (wide * noise if way == "mean" else wide - noise), hidden
         if way == "transposed":
             turned = hidden.t()
             return (turned + noise.t()).relu(), turned
@@ -82,6 +86,7 @@ def test_graphs_that_begin_alike_are_cut_at_the_same_place() -> None:
         (("plain",), "it is alone"),
         (("plain", "other"), "cos comes first there, so the order differs before the end"),
         (("viewed", "viewed more"), "what is handed on is a view of an input"),
+        (("mean", "mean more"), "what is handed on has one number in several places"),
     ],
 )
 def test_what_is_not_cut(ways: tuple[str, ...], why: str) -> None:
@@ -207,9 +212,15 @@ def test_a_beginning_is_compiled_once_for_each_bucket() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_without_a_cache_nothing_is_shared_and_graphs_stay_whole() -> None:
+@pytest.mark.parametrize("refused", [False, True])
+def test_without_a_cache_that_keeps_it_nothing_is_shared(
+    refused: bool, cache_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, compiler = Model().eval(), Compiler()
-    start(compiler, model, WAYS, cache=False)
+    cache_folder.mkdir(mode=0o700)
+    cache_folder.chmod(0o777 if refused else 0o700)  # others could write there
+    program = start(compiler, model, WAYS, cache=refused)
+    assert program.report().cache.state == ("refused" if refused else "off")
     least = min(compiler.made)
     assert least > 13 and sorted(compiler.made) == sorted(2 * [least, least + 2, least + 1])
 
