@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -16,10 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.common.node_meta import value_of
 from core.common.passes.writes import find_writes
-from core.compilation.trace.traced import ConstantSlot, Slot
-
-if TYPE_CHECKING:
-    from core.compilation.trace.traced import TracedGraph
+from core.compilation.trace.traced import ConstantSlot, Slot, TracedGraph
 
 _LEAST = 0.5
 """How much of the shorter of two graphs must be alike: each part is a call of its own, and nothing is fused across."""
